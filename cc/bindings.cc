@@ -1,0 +1,159 @@
+// The Python module _jax_streammoe: handler capsules, the ring registry, timeline and fault hooks. Nothing else.
+//
+// Handlers hold no Python symbol; this file holds no logic. Names here are what jax_streammoe/{ffi,ring,symmetric,
+// trace,testing}.py call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "cpu/threads.h"
+#include "ffi/layer.h"
+#include "ffi/ring.h"
+#include "host/events.h"
+#include "host/registry.h"
+#include "protocol/sequence.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+using namespace streammoe;
+
+namespace {
+
+void check(const Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message());
+}
+
+std::shared_ptr<Ring> require(const std::string& name) {
+  auto ring = Registry::get().find(name);
+  if (ring == nullptr) throw std::runtime_error("ring '" + name + "' does not exist in this process");
+  return ring;
+}
+
+RingShape shape_from(const nb::dict& d) {
+  const auto get = [&](const char* key) { return nb::cast<int64_t>(d[key]); };
+  RingShape s;
+  s.num_ranks = get("num_ranks"), s.num_slots = get("num_slots"), s.chunk_tokens = get("chunk_tokens");
+  s.hidden = get("hidden"), s.top_k = get("top_k"), s.itemsize = get("itemsize"), s.pool_tokens = get("pool_tokens");
+  return s;
+}
+
+nb::dict layout_dict(const nb::dict& shape) {
+  const RingLayout l = make_ring_layout(shape_from(shape));
+  nb::dict d;
+  d["header"] = l.header, d["route_ready"] = l.route_ready, d["layout_ready"] = l.layout_ready;
+  d["consumed"] = l.consumed, d["done"] = l.done, d["abort"] = l.abort, d["error"] = l.error;
+  d["slots"] = l.slots, d["slot_stride"] = l.slot_stride, d["slot_x"] = l.slot_x, d["slot_x_scale"] = l.slot_x_scale;
+  d["slot_topk_ids"] = l.slot_topk_ids, d["slot_topk_weights"] = l.slot_topk_weights;
+  d["slot_route_descriptor"] = l.slot_route_descriptor, d["slot_layout_descriptor"] = l.slot_layout_descriptor;
+  d["token_pool"] = l.token_pool, d["combine_rows"] = l.combine_rows, d["combine_ids"] = l.combine_ids;
+  d["combine_weights"] = l.combine_weights, d["combine_flags"] = l.combine_flags, d["total"] = l.total;
+  return d;
+}
+
+nb::dict handlers() {
+  nb::dict d;
+  for (const auto& table : {ffi_glue::layer_handlers(), ffi_glue::ring_handlers()}) {
+    for (const auto& [name, address] : table) d[name] = nb::capsule(address, "xla._CUSTOM_CALL_TARGET");
+  }
+  return d;
+}
+
+// members: (device ordinal, group, rank) of the ranks that run in this process.
+void ring_create(const std::string& name, const nb::dict& shape, int64_t num_groups, double timeout_s,
+                 const std::vector<std::vector<int64_t>>& members) {
+  const auto ring = Registry::get().create(name, shape_from(shape), num_groups, timeout_s);
+  for (const auto& m : members) ring->add_member(m.at(0), m.at(1), m.at(2));
+}
+
+void ring_share(const std::string& name, int64_t group, int64_t rank, const std::string& segment, bool create) {
+  const auto ring = require(name);
+  std::shared_ptr<SharedMemory> memory;
+  check(create ? SharedMemory::create(segment, ring->layout().total, &memory)
+               : SharedMemory::attach(segment, ring->layout().total, &memory));
+  ring->keep(group, rank, std::move(memory));
+}
+
+// Control words of one rank as (name -> list), read with acquire; for inspect().
+nb::dict ring_words(const std::string& name, int64_t group, int64_t rank) {
+  const auto ring = require(name);
+  const uint8_t* base = ring->base(group, rank);
+  if (base == nullptr) throw std::runtime_error("ring '" + name + "' has no memory for that rank in this process");
+  const RingShape& s = ring->shape();
+  const RingLayout& l = ring->layout();
+  const auto table = [&](int64_t offset, int64_t slots) {
+    std::vector<std::vector<uint64_t>> words;
+    for (int64_t r = 0; r < s.num_ranks; ++r) {
+      auto& row = words.emplace_back();
+      for (int64_t i = 0; i < slots; ++i) {
+        row.push_back(load_acquire(reinterpret_cast<const uint64_t*>(base + l.word(offset, r, i, slots))));
+      }
+    }
+    return words;
+  };
+  const auto* header = reinterpret_cast<const RingHeader*>(base + l.header);
+  nb::dict d;
+  d["sequence_base"] = header->sequence_base, d["call_number"] = header->call_number;
+  d["macro_number"] = header->macro_number;
+  d["route_ready"] = table(l.route_ready, s.num_slots), d["layout_ready"] = table(l.layout_ready, s.num_slots);
+  d["consumed"] = table(l.consumed, s.num_slots), d["done"] = table(l.done, 1), d["abort"] = table(l.abort, 1);
+  d["error"] = std::string(reinterpret_cast<const char*>(base + l.error));
+  return d;
+}
+
+std::vector<nb::dict> timeline_stop() {
+  std::vector<nb::dict> out;
+  for (const Event& e : Timeline::get().stop()) {
+    nb::dict d;
+    d["ring"] = e.ring, d["group"] = e.group, d["rank"] = e.rank, d["phase"] = phase_name(e.phase);
+    d["chunk"] = e.chunk, d["last_chunk"] = e.last_chunk, d["begin_s"] = e.begin_s, d["end_s"] = e.end_s;
+    out.push_back(std::move(d));
+  }
+  return out;
+}
+
+void fault_add(const std::string& ring, int64_t rank, const std::string& phase, const std::string& kind, double seconds) {
+  const int32_t p = phase_of(phase);
+  if (p < 0) throw std::invalid_argument("unknown phase '" + phase + "'");
+  const std::vector<std::string> kinds = {"delay", "jitter", "fail", "drop"};
+  for (size_t k = 0; k < kinds.size(); ++k) {
+    if (kinds[k] == kind) {
+      return Faults::get().add({ring, rank, static_cast<Phase>(p), static_cast<FaultKind>(k), seconds});
+    }
+  }
+  throw std::invalid_argument("unknown fault '" + kind + "', want delay, jitter, fail or drop");
+}
+
+}  // namespace
+
+NB_MODULE(_jax_streammoe, m) {
+  m.attr("__doc__") = "Compiled half of jax_streammoe: FFI handlers, ring registry, timeline, faults.";
+  m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+#ifdef STREAMMOE_WITH_CUDA
+  m.attr("WITH_CUDA") = true;
+#else
+  m.attr("WITH_CUDA") = false;
+#endif
+  m.def("cpu_handlers", &handlers);
+  m.def("default_threads", &cpu::default_threads);
+  m.def("ring_layout", &layout_dict, nb::arg("shape"));
+  m.def("next_generation", [](const std::string& name) { return Registry::get().next_generation(name); }, nb::arg("name"));
+  m.def("ring_create", &ring_create, nb::arg("name"), nb::arg("shape"), nb::arg("num_groups"), nb::arg("timeout_s"),
+        nb::arg("members"));
+  m.def("ring_share", &ring_share, nb::arg("name"), nb::arg("group"), nb::arg("rank"), nb::arg("segment"),
+        nb::arg("create"));
+  m.def("segment_unlink", &SharedMemory::unlink, nb::arg("segment"));
+  m.def("ring_close", [](const std::string& name) { return Registry::get().close(name); }, nb::arg("name"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("ring_exists", [](const std::string& name) { return Registry::get().find(name) != nullptr; }, nb::arg("name"));
+  m.def("ring_members", [](const std::string& name) { return require(name)->local_ranks(); }, nb::arg("name"));
+  m.def("ring_failure", [](const std::string& name) { return require(name)->failure(); }, nb::arg("name"));
+  m.def("ring_words", &ring_words, nb::arg("name"), nb::arg("group"), nb::arg("rank"));
+  m.def("timeline_start", [] { Timeline::get().start(); });
+  m.def("timeline_stop", &timeline_stop);
+  m.def("now_s", &now_s);
+  m.def("fault_add", &fault_add, nb::arg("ring"), nb::arg("rank"), nb::arg("phase"), nb::arg("kind"), nb::arg("seconds"));
+  m.def("fault_clear", [] { Faults::get().clear(); });
+}

@@ -1,0 +1,154 @@
+// Decoding of attributes and buffers. See decode.h for the contract.
+#include "ffi/decode.h"
+
+namespace streammoe::ffi_glue {
+
+ffi::Error to_ffi(const Status& status) {
+  switch (status.code()) {
+    case Code::kOk:
+      return ffi::Error::Success();
+    case Code::kInvalidArgument:
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message());
+    case Code::kFailedPrecondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message());
+    case Code::kDeadlineExceeded:
+      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message());
+    case Code::kAborted:
+      return ffi::Error(ffi::ErrorCode::kAborted, status.message());
+    case Code::kNotFound:
+      return ffi::Error(ffi::ErrorCode::kNotFound, status.message());
+  }
+  return ffi::Error(ffi::ErrorCode::kInternal, status.message());
+}
+
+template <class T>
+T AttrReader::read(const char* name, T fallback) {
+  auto value = attrs_.get<T>(name);
+  if (value.has_value()) return *value;
+  if (status_.ok()) status_ = error(Code::kInvalidArgument, "attribute ", name, ": ", value.error().message());
+  return fallback;
+}
+
+int64_t AttrReader::i64(const char* name) { return read<int64_t>(name, 0); }
+int32_t AttrReader::i32(const char* name) { return read<int32_t>(name, 0); }
+float AttrReader::f32(const char* name) { return read<float>(name, 0.f); }
+std::string AttrReader::text(const char* name) { return std::string(read<std::string_view>(name, {})); }
+std::vector<int64_t> AttrReader::list(const char* name) {
+  const auto span = read<ffi::Span<const int64_t>>(name, {});
+  return {span.begin(), span.end()};
+}
+
+ExpertProblem read_problem(AttrReader& attrs) {
+  ExpertProblem problem;
+  problem.num_experts = attrs.i64("num_experts");
+  problem.hidden = attrs.i64("hidden");
+  problem.intermediate = attrs.i64("intermediate");
+  problem.top_k = attrs.i64("top_k");
+  problem.dtype = static_cast<DType>(attrs.i32("dtype"));
+  problem.activation = static_cast<Activation>(attrs.i32("activation"));
+  problem.limit = attrs.f32("limit");
+  problem.block_m = attrs.i64("block_m");
+  problem.threads = attrs.i32("threads");
+  return problem;
+}
+
+cpu::CallSpec read_call(AttrReader& attrs) {
+  cpu::CallSpec spec;
+  spec.problem = read_problem(attrs);
+  spec.num_tokens = attrs.i64("num_tokens");
+  spec.chunk_tokens = attrs.i64("chunk_tokens");
+  spec.macro_tokens = attrs.i64("macro_tokens");
+  spec.num_chunks = attrs.i64("num_chunks");
+  spec.macro_ends = attrs.list("macro_ends");
+  spec.wave_ends = attrs.list("wave_ends");
+  spec.min_carry_rows = attrs.i64("min_carry_rows");
+  spec.capacity = attrs.i64("capacity");
+  spec.packed = attrs.i32("packed") != 0;
+  spec.overlap = attrs.i32("overlap") != 0;
+  spec.checks = attrs.i32("checks") != 0;
+  return spec;
+}
+
+namespace {
+
+// One definition of where the six tensors lie serves weights (const) and gradients (mutable).
+template <class Pointer>
+Status read_tensors(const ExpertProblem& p, const ffi::AnyBuffer (&buffers)[kNumWeights], ExpertTensors<Pointer>* out) {
+  const int64_t h = p.hidden, i = p.intermediate, l = p.num_experts, item = dtype_bytes(p.dtype);
+  const auto data = [&](size_t n) -> Pointer {
+    return buffers[n].element_count() == 0 ? nullptr : buffers[n].untyped_data();
+  };
+  const auto offset = [&](Pointer base, int64_t elements) -> Pointer {
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const uint8_t, uint8_t>;
+    return base == nullptr ? nullptr : static_cast<Byte*>(base) + elements * item;
+  };
+  const bool packed = is_gated(p.activation) && buffers[1].element_count() == 0;
+  const int64_t width = packed ? 2 * i : i;
+  const auto expect = [&](size_t n, int64_t elements, const char* name) -> Status {
+    const auto got = static_cast<int64_t>(buffers[n].element_count());
+    if (got == elements) return {};
+    return error(Code::kInvalidArgument, "expert operand ", name, " must have ", elements, " elements, got ", got);
+  };
+  STREAMMOE_RETURN_IF_ERROR(expect(0, l * h * width, "gate"));
+  STREAMMOE_RETURN_IF_ERROR(expect(1, !is_gated(p.activation) || packed ? 0 : l * h * i, "up"));
+  STREAMMOE_RETURN_IF_ERROR(expect(2, l * i * h, "down"));
+  const bool biased = buffers[3].element_count() + buffers[5].element_count() != 0;
+  if (biased) {
+    STREAMMOE_RETURN_IF_ERROR(expect(3, l * width, "b_gate"));
+    STREAMMOE_RETURN_IF_ERROR(expect(4, !is_gated(p.activation) || packed ? 0 : l * i, "b_up"));
+    STREAMMOE_RETURN_IF_ERROR(expect(5, l * h, "b_down"));
+  }
+  out->gate = {data(0), h * width, width};
+  out->b_gate = {data(3), width, width};
+  if (packed) {
+    out->up = {offset(data(0), i), h * width, width};
+    out->b_up = {offset(data(3), i), width, width};
+  } else if (is_gated(p.activation)) {
+    out->up = {data(1), h * i, i};
+    out->b_up = {data(4), i, i};
+  }
+  out->down = {data(2), i * h, h};
+  out->b_down = {data(5), h, h};
+  return {};
+}
+
+}  // namespace
+
+Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights], ExpertWeights* weights) {
+  return read_tensors(problem, operands, weights);
+}
+
+Status read_gradients(const ExpertProblem& problem, const ffi::AnyBuffer (&results)[kNumWeights],
+                      ExpertGradients* gradients) {
+  return read_tensors(problem, results, gradients);
+}
+
+Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
+                 RingCall* call) {
+  call->ring = Registry::get().find(name);
+  if (call->ring == nullptr) {
+    return error(Code::kNotFound, "ring '", name, "' does not exist in this process: it was closed, or never made; call ",
+                 "make_ring before the jitted program runs");
+  }
+  if (const std::string why = call->ring->failure(); !why.empty()) {
+    return error(Code::kFailedPrecondition, "ring '", name,
+                 "' is unusable, make_ring again on all ranks (nothing needs recompiling); it failed with: ", why);
+  }
+  Member* member = call->ring->find_member(ordinal);
+  if (member == nullptr) {
+    return error(Code::kFailedPrecondition, "ring '", name, "' has no rank on device ", ordinal,
+                 ": run the program on the devices of the mesh that make_ring was given");
+  }
+  if (mem_in.untyped_data() != mem_out.untyped_data() || mem_in.untyped_data() != member->registered) {
+    return error(Code::kFailedPrecondition, "ring '", name, "' (rank ", member->rank,
+                 ") is not at the address it was made at: XLA copied it. A ring is one linear resource: pass it to jit with ",
+                 "donate_argnames, return it, and use each returned ring once. Causes: not donated, not returned, captured "
+                 "by a closure, used by two calls, copied (tree.map, pickle, a checkpoint restore), a NumPy view held, read by "
+                 "XLA ops, of another spec, or jax.checkpoint without sm.checkpoint_policy. Nothing was written; a ring that ",
+                 "was donated is gone: call make_ring again");
+  }
+  call->member = member;
+  return {};
+}
+
+}  // namespace streammoe::ffi_glue

@@ -1,0 +1,62 @@
+// From XLA's calls to the library's structures: attributes, buffers, errors.
+//
+// Contract: one place knows the attribute names and the order of the weight operands (gate, up, down, b_gate, b_up,
+// b_down; an absent one is an empty array). Python packs them in jax_streammoe/ffi.py with exact types: sizes are
+// int64, codes and flags int32. XLA headers are included in cc/ffi only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/stream.h"
+#include "host/problem.h"
+#include "host/registry.h"
+#include "host/status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace streammoe::ffi_glue {
+
+namespace ffi = xla::ffi;
+
+ffi::Error to_ffi(const Status& status);
+
+// Reads attributes by name; the first missing or mistyped one is kept and reported by status().
+class AttrReader {
+ public:
+  explicit AttrReader(const ffi::Dictionary& attrs) : attrs_(attrs) {}
+  int64_t i64(const char* name);
+  int32_t i32(const char* name);
+  float f32(const char* name);
+  std::string text(const char* name);
+  std::vector<int64_t> list(const char* name);
+  const Status& status() const { return status_; }
+
+ private:
+  template <class T>
+  T read(const char* name, T fallback);
+  const ffi::Dictionary& attrs_;
+  Status status_;
+};
+
+// Number of weight operands, in the order of the header comment.
+inline constexpr size_t kNumWeights = 6;
+
+ExpertProblem read_problem(AttrReader& attrs);
+cpu::CallSpec read_call(AttrReader& attrs);
+// Shapes follow from the problem. An empty up with a gate of width 2I is the packed [L, H, 2I] form.
+Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights], ExpertWeights* weights);
+Status read_gradients(const ExpertProblem& problem, const ffi::AnyBuffer (&results)[kNumWeights],
+                      ExpertGradients* gradients);
+
+// The ring a handler works on, after the checks that make it safe to touch.
+struct RingCall {
+  std::shared_ptr<Ring> ring;
+  Member* member = nullptr;
+};
+// Checks that the ring is alive, that `mem` is where it was registered, and that XLA gave it back in place.
+Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
+                 RingCall* call);
+
+}  // namespace streammoe::ffi_glue

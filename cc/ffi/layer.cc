@@ -1,0 +1,258 @@
+// Handlers of the layer on one rank's own tokens: no ring, no peer.
+//
+//   forward   x, ids, weights -> y                   the batch-ready layer
+//   rows      x, ids -> one unweighted row per route  the expert half, for transports made of XLA collectives
+//   combine   rows, ids, weights -> y                 the owner's half
+//   backward  x, dy, ids, weights -> gradients per route, per weight and per expert tensor
+//
+// Each: the library function is in cc/cpu, the implementation here reads buffers, the handler symbol binds them.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/backward.h"
+#include "cpu/combine.h"
+#include "cpu/experts.h"
+#include "cpu/plan.h"
+#include "ffi/decode.h"
+#include "ffi/layer.h"
+#include "host/events.h"
+
+namespace streammoe::ffi_glue {
+namespace {
+
+struct Counts {
+  int32_t dropped = 0, invalid = 0, masked = 0;
+};
+
+// Ids with -1 for whatever names no expert of 0..L-1.
+Status sanitise(const int32_t* ids, int64_t num_pairs, int64_t top_k, int64_t num_experts, bool checks,
+                std::vector<int32_t>* out, Counts* counts) {
+  out->resize(static_cast<size_t>(num_pairs));
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    const bool masked = ids[pair] == -1;
+    const bool valid = ids[pair] >= 0 && ids[pair] < num_experts;
+    if (!masked && !valid && checks) {
+      return error(Code::kInvalidArgument, "topk_ids[", pair / top_k, ", ", pair % top_k, "] is ", ids[pair],
+                   ", outside -1..", num_experts - 1);
+    }
+    counts->masked += masked;
+    counts->invalid += !masked && !valid;
+    (*out)[static_cast<size_t>(pair)] = valid && !masked ? ids[pair] : -1;
+  }
+  return {};
+}
+
+// Computes the row of every planned pair into rows[pair].
+void run_rows(const ExpertProblem& p, const ExpertWeights& weights, const cpu::Plan& plan, const void* x, void* rows) {
+  const int64_t row_bytes = p.hidden * dtype_bytes(p.dtype);
+  std::vector<cpu::RowTask> tasks;
+  tasks.reserve(plan.pairs.size());
+  for (const int64_t pair : plan.pairs) {
+    tasks.push_back({static_cast<const uint8_t*>(x) + pair / p.top_k * row_bytes,
+                     static_cast<uint8_t*>(rows) + pair * row_bytes});
+  }
+  const auto blocks = cpu::split_blocks(plan, p.block_m);
+  cpu::run_expert_blocks(p, weights, blocks, tasks.data());
+}
+
+void write_expert_rows(const cpu::Plan& plan, int32_t* out) {
+  for (size_t e = 0; e + 1 < plan.offsets.size(); ++e) {
+    out[e] = static_cast<int32_t>(plan.offsets[e + 1] - plan.offsets[e]);
+  }
+}
+
+Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
+               const ffi::AnyBuffer (&operands)[kNumWeights], void* y, int32_t* expert_rows, int32_t* counts_out, const ffi::Dictionary& dictionary) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  const int64_t capacity = attrs.i64("capacity");
+  const bool checks = attrs.i32("checks") != 0;
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  ExpertWeights weights;
+  STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
+
+  const auto num_pairs = static_cast<int64_t>(ids.element_count());
+  std::vector<int32_t> clean;
+  Counts counts;
+  STREAMMOE_RETURN_IF_ERROR(sanitise(ids.typed_data<int32_t>(), num_pairs, p.top_k, p.num_experts, checks,
+                                     &clean, &counts));
+  std::vector<uint8_t> dropped(static_cast<size_t>(num_pairs), 0);
+  const cpu::Plan plan = cpu::make_plan(clean, p.num_experts, capacity, dropped.data());
+  counts.dropped = static_cast<int32_t>(std::count(dropped.begin(), dropped.end(), 1));
+  // Uninitialised on purpose: combine reads the rows of planned pairs only.
+  const std::unique_ptr<uint8_t[]> rows(new uint8_t[static_cast<size_t>(num_pairs * p.hidden * dtype_bytes(p.dtype)) + 1]);
+  run_rows(p, weights, plan, x.untyped_data(), rows.get());
+  cpu::combine(p.dtype, p.hidden, p.top_k, num_pairs / p.top_k, rows.get(), clean.data(),
+               topk_weights.typed_data<float>(), dropped.data(), y, p.threads);
+  write_expert_rows(plan, expert_rows);
+  counts_out[0] = counts.dropped, counts_out[1] = counts.invalid, counts_out[2] = counts.masked;
+  return {};
+}
+
+ffi::Error forward_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights,
+                        ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer b_gate,
+                        ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> expert_rows,
+                        ffi::Result<ffi::AnyBuffer> counts) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  return to_ffi(forward(x, ids, topk_weights, operands, y->untyped_data(), expert_rows->typed_data<int32_t>(),
+                        counts->typed_data<int32_t>(), attrs));
+}
+XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
+                       ffi::Ffi::Bind()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // x [T, H]
+                           .Arg<ffi::AnyBuffer>()   // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()   // topk_weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()   // gate
+                           .Arg<ffi::AnyBuffer>()   // up
+                           .Arg<ffi::AnyBuffer>()   // down
+                           .Arg<ffi::AnyBuffer>()   // b_gate
+                           .Arg<ffi::AnyBuffer>()   // b_up
+                           .Arg<ffi::AnyBuffer>()   // b_down
+                           .Ret<ffi::AnyBuffer>()   // y [T, H]
+                           .Ret<ffi::AnyBuffer>()   // expert_rows [L] i32
+                           .Ret<ffi::AnyBuffer>());  // counts [3] i32: dropped, invalid, masked
+
+// ids are local here: -1 or outside 0..L-1 is a route of another rank or of none.
+Status rows(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer (&operands)[kNumWeights], void* out,
+            uint8_t* dropped, int32_t* expert_rows, const ffi::Dictionary& dictionary) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  const int64_t capacity = attrs.i64("capacity");
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  ExpertWeights weights;
+  STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
+  const auto num_pairs = static_cast<int64_t>(ids.element_count());
+  const int64_t row_bytes = p.hidden * dtype_bytes(p.dtype);
+  std::memset(dropped, 0, static_cast<size_t>(num_pairs));
+  const cpu::Plan plan = cpu::make_plan({ids.typed_data<int32_t>(), static_cast<size_t>(num_pairs)}, p.num_experts,
+                                        capacity, dropped);
+  // Rows of other ranks' experts travel back as zeros, never as whatever the buffer held.
+  std::memset(out, 0, static_cast<size_t>(num_pairs * row_bytes));
+  run_rows(p, weights, plan, x.untyped_data(), out);
+  write_expert_rows(plan, expert_rows);
+  return {};
+}
+
+ffi::Error rows_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer gate, ffi::AnyBuffer up,
+                     ffi::AnyBuffer down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
+                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> dropped,
+                     ffi::Result<ffi::AnyBuffer> expert_rows) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  return to_ffi(rows(x, ids, operands, out->untyped_data(), dropped->typed_data<uint8_t>(),
+                     expert_rows->typed_data<int32_t>(), attrs));
+}
+XLA_FFI_DEFINE_HANDLER(kRows, rows_impl,
+                       ffi::Ffi::Bind()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // x [N, H]
+                           .Arg<ffi::AnyBuffer>()   // local ids [N, K] i32
+                           .Arg<ffi::AnyBuffer>()   // gate
+                           .Arg<ffi::AnyBuffer>()   // up
+                           .Arg<ffi::AnyBuffer>()   // down
+                           .Arg<ffi::AnyBuffer>()   // b_gate
+                           .Arg<ffi::AnyBuffer>()   // b_up
+                           .Arg<ffi::AnyBuffer>()   // b_down
+                           .Ret<ffi::AnyBuffer>()   // rows [N, K, H]
+                           .Ret<ffi::AnyBuffer>()   // dropped [N, K] u8
+                           .Ret<ffi::AnyBuffer>());  // expert_rows [L] i32
+
+Status combine_rows(const ffi::AnyBuffer& row_buffer, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
+                    const ffi::AnyBuffer& dropped, void* y, const ffi::Dictionary& dictionary) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  cpu::combine(p.dtype, p.hidden, p.top_k, static_cast<int64_t>(ids.element_count()) / p.top_k,
+               row_buffer.untyped_data(), ids.typed_data<int32_t>(), topk_weights.typed_data<float>(),
+               dropped.typed_data<uint8_t>(), y, p.threads);
+  return {};
+}
+
+ffi::Error combine_impl(ffi::Dictionary attrs, ffi::AnyBuffer row_buffer, ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights,
+                        ffi::AnyBuffer dropped, ffi::Result<ffi::AnyBuffer> y) {
+  return to_ffi(combine_rows(row_buffer, ids, topk_weights, dropped, y->untyped_data(), attrs));
+}
+XLA_FFI_DEFINE_HANDLER(kCombine, combine_impl,
+                       ffi::Ffi::Bind()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // rows [T, K, H]
+                           .Arg<ffi::AnyBuffer>()   // ids [T, K] i32, negative: skipped
+                           .Arg<ffi::AnyBuffer>()   // weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()   // dropped [T, K] u8
+                           .Ret<ffi::AnyBuffer>());  // y [T, H]
+
+Status backward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& ids,
+                const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer (&operands)[kNumWeights], void* dx_rows,
+                float* d_weights, const ffi::AnyBuffer (&results)[kNumWeights], const ffi::Dictionary& dictionary,
+                int32_t ordinal) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  const int64_t capacity = attrs.i64("capacity");
+  const std::string ring = attrs.text("ring");
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  Span span(ring, 0, ordinal, Phase::kBackward, attrs.i64("call_id"));
+  ExpertWeights weights;
+  STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
+  ExpertGradients gradients;
+  STREAMMOE_RETURN_IF_ERROR(read_gradients(p, results, &gradients));
+  cpu::BackwardArgs args;
+  args.x = x.untyped_data(), args.dy = dy.untyped_data();
+  args.ids = ids.typed_data<int32_t>(), args.weights = topk_weights.typed_data<float>();
+  args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
+  args.capacity = capacity;
+  cpu::backward(p, weights, args, dx_rows, d_weights, gradients);
+  return {};
+}
+
+ffi::Error backward_impl(int32_t ordinal, ffi::Dictionary attrs, ffi::AnyBuffer token_in, ffi::AnyBuffer x,
+                         ffi::AnyBuffer dy, ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer gate,
+                         ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up,
+                         ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> token_out,
+                         ffi::Result<ffi::AnyBuffer> dx_rows, ffi::Result<ffi::AnyBuffer> d_weights,
+                         ffi::Result<ffi::AnyBuffer> d_gate, ffi::Result<ffi::AnyBuffer> d_up,
+                         ffi::Result<ffi::AnyBuffer> d_down, ffi::Result<ffi::AnyBuffer> d_b_gate,
+                         ffi::Result<ffi::AnyBuffer> d_b_up, ffi::Result<ffi::AnyBuffer> d_b_down) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  const ffi::AnyBuffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
+  if (token_out->untyped_data() != token_in.untyped_data()) {
+    std::memcpy(token_out->untyped_data(), token_in.untyped_data(), token_in.size_bytes());
+  }
+  return to_ffi(backward(x, dy, ids, topk_weights, operands, dx_rows->untyped_data(), d_weights->typed_data<float>(),
+                         results, attrs, ordinal));
+}
+XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // token: orders backward calls
+                           .Arg<ffi::AnyBuffer>()   // x [N, H]
+                           .Arg<ffi::AnyBuffer>()   // dy [N, H]
+                           .Arg<ffi::AnyBuffer>()   // local ids [N, K] i32
+                           .Arg<ffi::AnyBuffer>()   // weights [N, K] f32
+                           .Arg<ffi::AnyBuffer>()   // gate
+                           .Arg<ffi::AnyBuffer>()   // up
+                           .Arg<ffi::AnyBuffer>()   // down
+                           .Arg<ffi::AnyBuffer>()   // b_gate
+                           .Arg<ffi::AnyBuffer>()   // b_up
+                           .Arg<ffi::AnyBuffer>()   // b_down
+                           .Ret<ffi::AnyBuffer>()   // token
+                           .Ret<ffi::AnyBuffer>()   // dx_rows [N, K, H]
+                           .Ret<ffi::AnyBuffer>()   // d_weights [N, K] f32
+                           .Ret<ffi::AnyBuffer>()   // d_gate
+                           .Ret<ffi::AnyBuffer>()   // d_up
+                           .Ret<ffi::AnyBuffer>()   // d_down
+                           .Ret<ffi::AnyBuffer>()   // d_b_gate
+                           .Ret<ffi::AnyBuffer>()   // d_b_up
+                           .Ret<ffi::AnyBuffer>());  // d_b_down
+
+}  // namespace
+
+std::vector<std::pair<const char*, void*>> layer_handlers() {
+  return {{"forward", reinterpret_cast<void*>(+kForward)},
+          {"rows", reinterpret_cast<void*>(+kRows)},
+          {"combine", reinterpret_cast<void*>(+kCombine)},
+          {"backward", reinterpret_cast<void*>(+kBackward)}};
+}
+
+}  // namespace streammoe::ffi_glue

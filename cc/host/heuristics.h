@@ -1,0 +1,43 @@
+// Sizes and choices of the CUDA path as pure functions of the problem, testable without a GPU.
+//
+// Contract: host arithmetic in 64 bits, no CUDA call, no state. What is returned depends on the arguments
+// only, so that all ranks and every replay of a graph agree. The constants are for the H200 (132 SMs, 50 MB
+// of L2); another part changes them here and nowhere else. Trade-off: measured constants instead of an
+// autotuner.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/block_info.h"
+
+namespace streammoe {
+
+// Local experts a plan can hold: per-warp counters of 8 warps x 1024 experts x 4 bytes = 32 KB of shared
+// memory.
+inline constexpr int64_t kMaxLocalExperts = 1024;
+
+// Row blocks that num_pairs routes over num_experts experts can need: each expert rounds up by at most
+// kBlockM - 1.
+inline constexpr int64_t max_row_blocks(int64_t num_pairs, int64_t num_experts) {
+  const int64_t used = std::min(num_pairs, num_experts);
+  return std::max<int64_t>(1, (num_pairs + used * (kBlockM - 1)) / kBlockM);
+}
+
+// Routes per plan CTA: at least 1024 (8 warps x 4 loads of 32), and at most 128 CTAs, because each CTA of the
+// second plan kernel reads all counts of the first: 128 x 128 experts x 4 B = 64 KB of L2 reads per CTA.
+inline constexpr int64_t plan_chunk_pairs(int64_t num_pairs) {
+  const int64_t spread = (num_pairs + 127) / 128;
+  return std::max<int64_t>(1024, (spread + 255) / 256 * 256);
+}
+
+inline constexpr int64_t plan_chunks(int64_t num_pairs) {
+  const int64_t chunk = plan_chunk_pairs(num_pairs);
+  return std::max<int64_t>(1, (num_pairs + chunk - 1) / chunk);
+}
+
+// Row pairs that walk through all column tiles together. 8 pairs x 8 column tiles fill 64 of 66 clusters: the
+// smallest footprint (2048 rows and 2048 columns at once) for one wave of the machine.
+inline constexpr int32_t gemm_raster_pairs() { return 8; }
+
+}  // namespace streammoe

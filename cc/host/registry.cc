@@ -1,0 +1,99 @@
+// Ring registry. See registry.h for the contract.
+#include "host/registry.h"
+
+#include <utility>
+
+#include "cpu/stream.h"
+
+namespace streammoe {
+
+Ring::Ring(std::string name, const RingShape& shape, int64_t num_groups, double timeout_s)
+    : name_(std::move(name)), shape_(shape), layout_(make_ring_layout(shape)), timeout_s_(timeout_s) {
+  for (int64_t g = 0; g < num_groups; ++g) bases_.emplace_back(static_cast<size_t>(shape.num_ranks));
+}
+
+Ring::~Ring() = default;
+
+void Ring::add_member(int64_t ordinal, int64_t group, int64_t rank) {
+  Member& member = members_[ordinal];
+  member.ordinal = ordinal, member.group = group, member.rank = rank;
+  member.stream = std::make_shared<cpu::Stream>(this, group, rank);
+}
+
+Member* Ring::find_member(int64_t ordinal) {
+  const auto it = members_.find(ordinal);
+  return it == members_.end() ? nullptr : &it->second;
+}
+
+std::vector<std::pair<int64_t, int64_t>> Ring::local_ranks() const {
+  std::vector<std::pair<int64_t, int64_t>> all;
+  for (const auto& [ordinal, member] : members_) all.emplace_back(member.group, member.rank);
+  return all;
+}
+
+uint8_t* Ring::base(int64_t group, int64_t rank) const {
+  return bases_[static_cast<size_t>(group)][static_cast<size_t>(rank)].load(std::memory_order_acquire);
+}
+
+void Ring::set_base(int64_t group, int64_t rank, uint8_t* base) {
+  bases_[static_cast<size_t>(group)][static_cast<size_t>(rank)].store(base, std::memory_order_release);
+}
+
+void Ring::keep(int64_t group, int64_t rank, std::shared_ptr<SharedMemory> memory) {
+  set_base(group, rank, memory->data());
+  std::lock_guard lock(mutex_);
+  shared_ = true;
+  kept_.push_back(std::move(memory));
+}
+
+void Ring::fail(const std::string& reason) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = reason;
+  }
+  failed_.store(true, std::memory_order_release);
+  const std::unique_lock no_access_left(access_);
+}
+
+std::string Ring::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+Registry& Registry::get() {
+  // Never destroyed: worker threads of a stalled ring may outlive main().
+  static Registry* registry = new Registry;
+  return *registry;
+}
+
+std::shared_ptr<Ring> Registry::create(const std::string& name, const RingShape& shape, int64_t num_groups,
+                                       double timeout_s) {
+  auto ring = std::make_shared<Ring>(name, shape, num_groups, timeout_s);
+  std::shared_ptr<Ring> replaced;  // ends after the lock: its worker may still have to be joined
+  std::lock_guard lock(mutex_);
+  replaced = std::exchange(rings_[name], ring);
+  return ring;
+}
+
+std::shared_ptr<Ring> Registry::find(const std::string& name) const {
+  std::lock_guard lock(mutex_);
+  const auto it = rings_.find(name);
+  return it == rings_.end() ? nullptr : it->second;
+}
+
+int64_t Registry::next_generation(const std::string& name) {
+  std::lock_guard lock(mutex_);
+  return ++generations_[name];
+}
+
+bool Registry::close(const std::string& name) {
+  std::shared_ptr<Ring> dead;
+  std::lock_guard lock(mutex_);
+  const auto it = rings_.find(name);
+  if (it == rings_.end()) return false;
+  dead = std::move(it->second);
+  rings_.erase(it);
+  return true;
+}
+
+}  // namespace streammoe

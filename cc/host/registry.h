@@ -1,0 +1,105 @@
+// The rings of this process: who belongs to them, where every rank's heap lies, and whether they still work.
+//
+// Contract: a ring is created by name, collectively; a live name is replaced. Members of one group are the ranks
+// that exchange tokens; a mesh with further axes has several groups. A member is found by the device ordinal it
+// was registered with, never by arithmetic on ordinals. A ring that failed is terminal: it keeps its text and
+// refuses every call until a ring of that name is created again. Handlers hold a shared_ptr, so replacing a ring
+// never frees memory under a running call.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host/shared_memory.h"
+#include "host/status.h"
+#include "protocol/ring.h"
+
+namespace streammoe {
+
+namespace cpu {
+class Stream;
+}
+
+struct Member {
+  int64_t ordinal = 0;  // XLA's device ordinal
+  int64_t group = 0;
+  int64_t rank = 0;
+  const void* registered = nullptr;     // address of the `mem` leaf, set by the registering call
+  std::shared_ptr<cpu::Stream> stream;  // this rank's side of the protocol
+};
+
+class Ring {
+ public:
+  Ring(std::string name, const RingShape& shape, int64_t num_groups, double timeout_s);
+  ~Ring();
+
+  const std::string& name() const { return name_; }
+  const RingShape& shape() const { return shape_; }
+  const RingLayout& layout() const { return layout_; }
+  double timeout_s() const { return timeout_s_; }
+
+  void add_member(int64_t ordinal, int64_t group, int64_t rank);
+  Member* find_member(int64_t ordinal);
+  std::vector<std::pair<int64_t, int64_t>> local_ranks() const;  // (group, rank), in device order
+  // Heap of a rank of a group; nullptr until it registered or was attached.
+  uint8_t* base(int64_t group, int64_t rank) const;
+  void set_base(int64_t group, int64_t rank, uint8_t* base);
+  void keep(int64_t group, int64_t rank, std::shared_ptr<SharedMemory> memory);
+  bool shared() const { return shared_; }
+
+  // Makes the ring terminal; the first reason wins. Returns once no thread of this process touches a peer's heap,
+  // so that XLA may free the memory of the rank that raises.
+  void fail(const std::string& reason);
+  std::string failure() const;  // empty while the ring works
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
+ private:
+  const std::string name_;
+  const RingShape shape_;
+  const RingLayout layout_;
+  const double timeout_s_;
+  bool shared_ = false;  // the heap is POSIX shared memory, the `mem` leaf only a handle
+  std::map<int64_t, Member> members_;
+  std::vector<std::vector<std::atomic<uint8_t*>>> bases_;
+  std::vector<std::shared_ptr<SharedMemory>> kept_;
+  mutable std::mutex mutex_;
+  std::string failure_;
+  std::atomic<bool> failed_{false};
+  friend class PeerAccess;
+  std::shared_mutex access_;
+};
+
+// Held while a thread reads or writes a peer's heap. Not allowed once the ring has failed.
+class PeerAccess {
+ public:
+  explicit PeerAccess(Ring& ring) : lock_(ring.access_), allowed_(!ring.failed()) {}
+  bool allowed() const { return allowed_; }
+
+ private:
+  std::shared_lock<std::shared_mutex> lock_;
+  bool allowed_;
+};
+
+class Registry {
+ public:
+  static Registry& get();
+  std::shared_ptr<Ring> create(const std::string& name, const RingShape& shape, int64_t num_groups, double timeout_s);
+  std::shared_ptr<Ring> find(const std::string& name) const;
+  bool close(const std::string& name);
+  // 1, 2, ... per name: makes the names that processes agree on unique to one make_ring.
+  int64_t next_generation(const std::string& name);
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<Ring>> rings_;
+  std::map<std::string, int64_t> generations_;
+};
+
+}  // namespace streammoe

@@ -1,0 +1,43 @@
+// What a source says about one published half of a slot, so that a reader can refuse what it did not expect.
+//
+// Contract: written by the owner before the release store of the ready word that publishes it, read by peers
+// after their acquire. The tag is a hash of the call's static plan: ranks that run different programs fail with
+// both values instead of mixing tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/ring.h"
+
+namespace streammoe {
+
+struct SlotDescriptor {
+  uint64_t sequence;   // q of the chunk, over the ring's life
+  uint64_t call;       // call number of the ring
+  uint64_t tag;        // hash of the call's plan, equal on all ranks
+  int64_t chunk;       // index of the chunk in its call
+  int64_t token_base;  // first token of the chunk, counted from the start of its macro-chunk
+  int64_t num_tokens;  // rows present in the slot
+};
+static_assert(sizeof(SlotDescriptor) <= kLineBytes);
+
+// Mixes one more value into a tag (the finaliser constants are those of splitmix64).
+STREAMMOE_HD constexpr uint64_t mix_tag(uint64_t tag, uint64_t value) {
+  uint64_t z = tag + 0x9e3779b97f4a7c15ull + value;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return z ^ (z >> 31);
+}
+
+// Sequence of a chunk, its slot, and the sequence that must have been consumed before the slot is written.
+STREAMMOE_HD constexpr uint64_t chunk_sequence(uint64_t base, int64_t chunk) {
+  return base + static_cast<uint64_t>(chunk) + 1;
+}
+STREAMMOE_HD constexpr int64_t sequence_slot(uint64_t q, int64_t num_slots) {
+  return static_cast<int64_t>((q - 1) % static_cast<uint64_t>(num_slots));
+}
+STREAMMOE_HD constexpr uint64_t reuse_sequence(uint64_t q, int64_t num_slots) {
+  return q > static_cast<uint64_t>(num_slots) ? q - static_cast<uint64_t>(num_slots) : 0;
+}
+
+}  // namespace streammoe

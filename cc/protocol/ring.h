@@ -1,0 +1,108 @@
+// Where everything lies in one rank's ring, compiled for host and device alike.
+//
+// Contract: every rank of a ring has the same RingShape, so every offset here is equal on all ranks and a peer's
+// word or slot is `peer base + offset`. Python's byte formulas (jax_streammoe/layout.py) are pinned to this file
+// by a test. Regions are aligned to 128 bytes; each polled word has a 128-byte line of its own, so that a
+// poller never shares a line with another writer. The price is R * S lines per word table.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define STREAMMOE_HD __host__ __device__
+#else
+#define STREAMMOE_HD
+#endif
+
+namespace streammoe {
+
+inline constexpr int64_t kLineBytes = 128;
+inline constexpr int64_t kErrorBytes = 512;    // text of the first failure of this rank, NUL terminated
+inline constexpr int64_t kScaleColumns = 128;  // columns of x that share one scale
+inline constexpr uint64_t kRingMagic = 0x31676e69724d5353ull;  // "SSMring1", little endian
+
+STREAMMOE_HD constexpr int64_t align_line(int64_t bytes) {
+  return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
+struct RingShape {
+  int64_t num_ranks = 1;     // R
+  int64_t num_slots = 1;     // S
+  int64_t chunk_tokens = 1;  // C
+  int64_t hidden = 8;        // H
+  int64_t top_k = 1;         // K
+  int64_t itemsize = 4;      // bytes of one activation element
+  int64_t pool_tokens = 1;   // P, token rows that this rank can hold for its experts
+};
+
+// First line of the control region. Written by the owning rank only, between calls.
+struct RingHeader {
+  uint64_t magic;
+  uint64_t sequence_base;  // chunks published over the ring's life before the current call
+  uint64_t call_number;    // calls completed
+  uint64_t macro_number;   // macro-chunks completed, the unit of the done words
+};
+
+struct RingLayout {
+  // control
+  int64_t header = 0;
+  int64_t route_ready = 0;   // [R][S] lines, written by source r
+  int64_t layout_ready = 0;  // [R][S] lines, written by source r
+  int64_t consumed = 0;      // [R][S] lines at the owner of the slot, written by reader r
+  int64_t done = 0;          // [R] lines, written by rank r
+  int64_t abort = 0;         // [R] lines, written by rank r
+  int64_t error = 0;         // kErrorBytes
+  // payload: S slots, each slot_stride bytes from `slots`
+  int64_t slots = 0;
+  int64_t slot_stride = 0;
+  int64_t slot_x = 0;                  // [C, H]
+  int64_t slot_x_scale = 0;            // [C, ceil(H / 128)] f32
+  int64_t slot_topk_ids = 0;           // [C, K] i32, -1: no route
+  int64_t slot_topk_weights = 0;       // [C, K] f32
+  int64_t slot_route_descriptor = 0;   // SlotDescriptor of the routing half
+  int64_t slot_layout_descriptor = 0;  // SlotDescriptor of the activation half
+  // pool
+  int64_t token_pool = 0;     // [P, H] tokens waiting for this rank's experts
+  int64_t combine_rows = 0;   // [S * C, K, H] unweighted expert rows of this rank's tokens
+  int64_t combine_ids = 0;      // [S * C, K] i32, the owner's own copy: slots are reused inside a macro-chunk
+  int64_t combine_weights = 0;  // [S * C, K] f32, likewise
+  int64_t combine_flags = 0;    // [S * C, K] u8, 1: the route was dropped by `capacity`
+  int64_t total = 0;
+
+  STREAMMOE_HD constexpr int64_t word(int64_t table, int64_t rank, int64_t slot, int64_t num_slots) const {
+    return table + (rank * num_slots + slot) * kLineBytes;
+  }
+  STREAMMOE_HD constexpr int64_t slot(int64_t slot_idx) const { return slots + slot_idx * slot_stride; }
+};
+
+STREAMMOE_HD constexpr RingLayout make_ring_layout(const RingShape& s) {
+  RingLayout l;
+  int64_t at = 0;
+  l.header = at, at += kLineBytes;
+  l.route_ready = at, at += s.num_ranks * s.num_slots * kLineBytes;
+  l.layout_ready = at, at += s.num_ranks * s.num_slots * kLineBytes;
+  l.consumed = at, at += s.num_ranks * s.num_slots * kLineBytes;
+  l.done = at, at += s.num_ranks * kLineBytes;
+  l.abort = at, at += s.num_ranks * kLineBytes;
+  l.error = at, at += kErrorBytes;
+
+  int64_t in = 0;
+  l.slot_x = in, in += align_line(s.chunk_tokens * s.hidden * s.itemsize);
+  l.slot_x_scale = in, in += align_line(s.chunk_tokens * ((s.hidden + kScaleColumns - 1) / kScaleColumns) * 4);
+  l.slot_topk_ids = in, in += align_line(s.chunk_tokens * s.top_k * 4);
+  l.slot_topk_weights = in, in += align_line(s.chunk_tokens * s.top_k * 4);
+  l.slot_route_descriptor = in, in += kLineBytes;
+  l.slot_layout_descriptor = in, in += kLineBytes;
+  l.slots = at, l.slot_stride = in, at += s.num_slots * in;
+
+  const int64_t macro_tokens = s.num_slots * s.chunk_tokens;
+  l.token_pool = at, at += align_line(s.pool_tokens * s.hidden * s.itemsize);
+  l.combine_rows = at, at += align_line(macro_tokens * s.top_k * s.hidden * s.itemsize);
+  l.combine_ids = at, at += align_line(macro_tokens * s.top_k * 4);
+  l.combine_weights = at, at += align_line(macro_tokens * s.top_k * 4);
+  l.combine_flags = at, at += align_line(macro_tokens * s.top_k);
+  l.total = at;
+  return l;
+}
+
+}  // namespace streammoe

@@ -1,0 +1,154 @@
+"""The batch-ready layer on one device, and the argument handling that every public call shares.
+
+Contract: `moe` needs no ring and no mesh; it is differentiable, folds leading dimensions and vmapped axes into tokens,
+and keeps sharded tokens where they are. `prepare` turns user arguments into the operands of the handlers: one place
+checks, narrows and masks. Trade-off: masking by `num_valid` happens in JAX, on ids, so that no kernel knows of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import get_abstract_mesh
+
+from . import checks, local, ops, vjp
+from .config import MoEConfig
+from .ops import Experts, LayerSpec
+
+
+class Stats(NamedTuple):
+    """What a call counted, on the device, int32; no host synchronisation.
+
+    expert_rows [L]: rows computed per local expert; dropped_routes: beyond `capacity`; invalid_routes: ids outside
+    -1..E-1; masked_routes: ids of -1, padding tokens beyond `num_valid` among them. Scalars of this rank's tokens.
+    """
+
+    expert_rows: jax.Array
+    dropped_routes: jax.Array
+    invalid_routes: jax.Array
+    masked_routes: jax.Array
+
+
+class Prepared(NamedTuple):
+    """Operands of the handlers: x [T, H], ids [T, K] int32 (-1 beyond num_valid), weights [T, K] f32, experts."""
+
+    x: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+    experts: Experts
+
+
+def moe(
+    x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, w_gate_up: Any, w_down: jax.Array, *, config: MoEConfig,
+    b_gate_up: Any = None, b_down: Any = None, num_valid: Any = None, checks: bool = False, return_stats: bool = False,
+) -> Any:  # fmt: skip
+    """Applies a Mixture-of-Experts layer to tokens whose routes are all known.
+
+    `y[t] = sum_k topk_weights[t, k] * f_{topk_ids[t, k]}(x[t])`, k ascending, valid routes only.
+
+    Arguments:
+      x: [..., H] of config.dtype; leading dimensions are folded into T tokens.
+      topk_ids: [..., K] int32 (int64 under x64); -1 is no route, other ids outside 0..E-1 are treated as -1 and counted.
+        Duplicates are legal and summed.
+      topk_weights: [..., K] float32 or bfloat16.
+      w_gate_up: [E, H, 2I], gate columns first, or a pair (w_gate, w_up) of [E, H, I]; ungated: [E, H, I].
+      w_down: [E, I, H]. b_gate_up: [E, 2I] or a pair; b_down: [E, H]; given exactly when config.use_bias.
+      num_valid: tokens that exist, an int or int32 scalar; later ones are masked. None: all.
+      checks: an id outside -1..E-1 is an error that names token, slot and value.
+      return_stats: also return `Stats`.
+
+    Returns y [..., H] in x's dtype, or (y, Stats). A token without a valid route gets exactly 0.
+
+    Gradients: x, topk_weights (non-zero also where a weight is 0), weights, biases; first order, reverse mode.
+    Determinism: same bits every time, and the same bits as a stream over the same tokens.
+    Memory: T*K rows of H beside the operands. Raises TypeError or ValueError naming the argument.
+    """
+    return _moe(
+        x, topk_ids, topk_weights, w_gate_up, w_down, config, b_gate_up, b_down, num_valid, checks, return_stats
+    )
+
+
+def _moe(
+    x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, config: MoEConfig, b_gate_up: Any, b_down: Any,
+    num_valid: Any, check_ids: bool, return_stats: bool,
+) -> Any:  # fmt: skip
+    check_context("moe")
+    experts = config.num_experts if isinstance(config, MoEConfig) else 0
+    checks.check_moe_args(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, experts)
+    args = prepare(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, num_valid)
+    args = vjp.vary_together(args)
+    spec = LayerSpec(config, config.num_experts, checks=check_ids)
+    y, expert_rows, counts = local.forward(spec, *lax.stop_gradient(args))
+    y, _ = vjp.attach(vjp.GradientSpec(spec), named_y(y), *args, vjp.new_token(args.x))
+    y = y.reshape(x.shape)
+    return (y, stats_of(expert_rows, counts)) if return_stats else y
+
+
+def check_context(what: str) -> None:
+    """Raises ValueError inside a shard_map that is manual over some axes of the mesh and not over others."""
+    mesh = get_abstract_mesh()
+    rest = (*mesh.auto_axes, *mesh.explicit_axes)
+    if mesh.manual_axes and rest:
+        raise ValueError(checks.PARTIAL_MANUAL.format(what=what, manual=tuple(mesh.manual_axes), rest=rest))
+
+
+def prepare(
+    x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any, config: MoEConfig,
+    num_valid: Any,
+) -> Prepared:  # fmt: skip
+    """Returns the operands of checked arguments: leading dims folded, ids narrowed and masked, weights widened."""
+    x = x.reshape(-1, config.hidden)
+    ids = mask_ids(narrow_ids(topk_ids.reshape(-1, config.top_k), config), num_valid)
+    weights = topk_weights.reshape(-1, config.top_k).astype(jnp.float32)
+    return Prepared(x, name_ids(ids), name_weights(weights), ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down))
+
+
+def narrow_ids(ids: jax.Array, config: MoEConfig) -> jax.Array:
+    """Ids as int32; an int64 value that does not fit stays outside 0..E-1."""
+    if not checks.is_int64(ids):
+        return ids
+    return jnp.clip(ids, -2, config.num_experts).astype(jnp.int32)
+
+
+def mask_ids(ids: jax.Array, num_valid: Any, first_token: Any = 0) -> jax.Array:
+    """Ids [c, K] with -1 for tokens at or beyond `num_valid`; the first row is token `first_token`."""
+    if num_valid is None:
+        return ids
+    checks.check_num_valid(num_valid)
+    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None] + jnp.asarray(first_token, jnp.int32)
+    return jnp.where(tokens < jnp.asarray(num_valid, jnp.int32), ids, -1)
+
+
+def name_ids(ids: jax.Array) -> jax.Array:
+    """Names ids for checkpoint policies."""
+    return checkpoint_name(ids, "streammoe_ids")
+
+
+def name_weights(weights: jax.Array) -> jax.Array:
+    """Names routing weights for checkpoint policies."""
+    return checkpoint_name(weights, "streammoe_weights")
+
+
+def named_y(y: jax.Array) -> jax.Array:
+    """Names the layer's output for checkpoint policies."""
+    return checkpoint_name(y, "streammoe_y")
+
+
+def stats_of(expert_rows: jax.Array, counts: jax.Array) -> Stats:
+    """Returns Stats from the two statistics results of a handler."""
+    return Stats(expert_rows, counts[0], counts[1], counts[2])
+
+
+def checkpoint_policy(base: Any = None) -> Any:
+    """Returns a policy for `jax.checkpoint` that saves what a layer cannot compute twice, beside what `base` saves.
+
+    A functional ring is used up by the forward call, so y must be saved whenever a non-linear operation follows inside the
+    block; ids and weights are saved with it, so that top-k never runs twice. Saved per layer: T*H elements of y and
+    T*K ids and weights.
+    """
+    names = jax.checkpoint_policies.save_only_these_names("streammoe_y", "streammoe_ids", "streammoe_weights")
+    return names if base is None else jax.checkpoint_policies.save_from_both_policies(base, names)

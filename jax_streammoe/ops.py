@@ -1,0 +1,164 @@
+"""One function per handler: operands in the handler's order, result descriptors, aliases. Nothing is decided here.
+
+Contract: the expert tensors travel as a six-tuple (gate, up, down, b_gate, b_up, b_down), absent ones empty; packed
+`w_gate_up` [L, H, 2I] is gate with an empty up. Ring operations take `mem` first and return it in place. These are
+not differentiable; vjp.py attaches the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import ffi
+from .config import MoEConfig
+from .waves import ChunkPlan
+
+Experts = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What every handler of a layer needs to know and no array says. `threads` 0: all cores."""
+
+    config: MoEConfig
+    num_local_experts: int
+    threads: int = 0
+    ring: str = ""
+    checks: bool = False
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the problem."""
+        return ffi.problem_attributes(self.config, num_local_experts=self.num_local_experts, threads=self.threads)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSpec:
+    """The static plan of a streamed call."""
+
+    layer: LayerSpec
+    plan: ChunkPlan
+    num_tokens: int
+    min_carry_rows: int
+    packed: bool
+    overlap: bool
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the problem and of the call."""
+        return self.layer.attributes() | {"ring": self.layer.ring} | ffi.call_attributes(
+            self.plan, num_tokens=self.num_tokens, min_carry_rows=self.min_carry_rows, packed=self.packed,
+            overlap=self.overlap, checks=self.layer.checks,
+        )  # fmt: skip
+
+
+def pack_experts(w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) -> Experts:
+    """Returns the six-tuple of the handlers from the arguments of the public functions."""
+    none = ffi.absent(w_down)
+    gate, up = w_gate_up if isinstance(w_gate_up, (tuple, list)) else (w_gate_up, none)
+    b_gate, b_up = b_gate_up if isinstance(b_gate_up, (tuple, list)) else (b_gate_up, None)
+    return (gate, up, w_down, *(none if b is None else b for b in (b_gate, b_up, b_down)))
+
+
+def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
+    """x [T, H], ids [T, K] int32, weights [T, K] f32 -> y [T, H], expert_rows [L], counts [3] (int32)."""
+    results = (ffi.like(x, x.shape, x.dtype), *_stats(spec, x))
+    attributes = spec.attributes() | {"checks": np.int32(spec.checks)}
+    return tuple(ffi.call("forward", results, x, ids, weights, *experts, attributes=attributes, side_effect=spec.checks))
+
+
+def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
+    """x [N, H], local ids [N, K] -> unweighted rows [N, K, H] (0 where skipped), dropped [N, K] uint8, expert_rows."""
+    shape = (*local_ids.shape, x.shape[-1])
+    results = (ffi.like(x, shape, x.dtype), ffi.like(x, local_ids.shape, np.uint8), _stats(spec, x)[0])
+    return tuple(ffi.call("rows", results, x, local_ids, *experts, attributes=spec.attributes()))
+
+
+def combine(spec: LayerSpec, expert_rows: jax.Array, ids: jax.Array, weights: jax.Array, dropped: jax.Array) -> jax.Array:
+    """rows [T, K, H], ids [T, K] (negative: skipped), weights f32, dropped uint8 -> y [T, H], k ascending."""
+    result = ffi.like(expert_rows, (expert_rows.shape[0], expert_rows.shape[2]), expert_rows.dtype)
+    return ffi.call("combine", result, expert_rows, ids, weights, dropped, attributes=spec.attributes())
+
+
+def backward(
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
+    experts: Experts,
+) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
+    """Gradients of rows [N, K]: -> token, dx_rows [N, K, H], d_weights [N, K] f32, the six expert gradients."""
+    shape = (*local_ids.shape, x.shape[-1])
+    results = (
+        ffi.like(token, token.shape, token.dtype),
+        ffi.like(x, shape, x.dtype),
+        ffi.like(x, local_ids.shape, np.float32),
+        *(ffi.like(e, e.shape, e.dtype) for e in experts),
+    )
+    token, dx_rows, d_weights, *d_experts = ffi.call(
+        "backward", results, token, x, dy, local_ids, weights, *experts,
+        attributes=spec.attributes() | {"ring": spec.ring, "call_id": np.int64(-1)}, aliases={0: 0},
+    )  # fmt: skip
+    gate, up, down, b_gate, b_up, b_down = d_experts
+    return token, dx_rows, d_weights, (gate, up, down, b_gate, b_up, b_down)
+
+
+def open_stream(spec: StreamSpec, mem: jax.Array, x: Any, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """-> mem, y [T, H] (not written yet). `x`: anything with the type the tokens will have."""
+    hidden = spec.layer.config.hidden
+    results = (ffi.like(mem, mem.shape, mem.dtype), ffi.like(mem, (spec.num_tokens, hidden), spec.layer.config.dtype))
+    mem, y = ffi.call("open", results, mem, *experts, attributes=spec.attributes(), aliases={0: 0})
+    return mem, y
+
+
+def publish_route(
+    spec: StreamSpec, mem: jax.Array, y: jax.Array, chunk: jax.Array, ids: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Publishes ids and weights [c, K] of a chunk -> mem, y."""
+    mem, y = ffi.call(
+        "publish_route", _stream_state(mem, y), mem, y, chunk, ids, weights, attributes={"ring": spec.layer.ring},
+        aliases={0: 0, 1: 1},
+    )  # fmt: skip
+    return mem, y
+
+
+def publish_layout(
+    spec: StreamSpec, mem: jax.Array, y: jax.Array, chunk: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Publishes the tokens [c, H] of a chunk -> mem, y."""
+    mem, y = ffi.call(
+        "publish_layout", _stream_state(mem, y), mem, y, chunk, x, attributes={"ring": spec.layer.ring},
+        aliases={0: 0, 1: 1},
+    )  # fmt: skip
+    return mem, y
+
+
+def close_stream(spec: StreamSpec, mem: jax.Array, y: jax.Array, experts: Experts) -> tuple:
+    """-> mem, y [T, H], expert_rows [L], counts [3]."""
+    results = (*_stream_state(mem, y), *_stats(spec.layer, mem))
+    return tuple(
+        ffi.call("close", results, mem, y, *experts, attributes={"ring": spec.layer.ring}, aliases={0: 0, 1: 1})
+    )
+
+
+def ring_forward(
+    spec: StreamSpec, mem: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
+) -> tuple:
+    """The batch-ready call on a ring -> mem, y [T, H], expert_rows [L], counts [3]."""
+    results = (ffi.like(mem, mem.shape, mem.dtype), ffi.like(mem, x.shape, x.dtype), *_stats(spec.layer, mem))
+    return tuple(
+        ffi.call("ring_forward", results, mem, x, ids, weights, *experts, attributes=spec.attributes(), aliases={0: 0})
+    )
+
+
+def _stats(spec: LayerSpec, reference: jax.Array) -> tuple[Any, Any]:
+    return ffi.like(reference, (spec.num_local_experts,), np.int32), ffi.like(reference, (3,), np.int32)
+
+
+def _stream_state(mem: jax.Array, y: jax.Array) -> tuple[Any, Any]:
+    return ffi.like(mem, mem.shape, mem.dtype), ffi.like(y, y.shape, y.dtype)
+
+
+def as_chunk(chunk: Any) -> jax.Array:
+    """A chunk index as the int32 scalar operand of the publish handlers."""
+    return jnp.asarray(chunk, jnp.int32)

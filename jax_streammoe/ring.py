@@ -1,0 +1,271 @@
+"""The ring: a pytree of arrays that is donated from call to call, and its life outside of programs.
+
+Contract: `mem` is one row of bytes per device of the mesh, known to the library by address, and only the library's
+own operations take it and return it; `token` is one float per device that orders what has no ring operand (the
+backward). The spec is static and holds neither pointers nor devices, so a ring that was made again reuses every
+compiled program. Making a ring is collective and happens outside of jit. Trade-off: the ring must be threaded linearly,
+like any donated value; `mutable=True` keeps the same leaves in a `jax.Ref` instead, which cannot be forgotten or copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import checks, ffi, symmetric
+from .config import MoEConfig, at_least
+from .layout import RingShape, ring_layout, ring_shape
+
+HANDLE_BYTES = 128  # of the `mem` row when the heap is shared memory and the leaf only stands for it
+
+
+@dataclasses.dataclass(frozen=True)
+class RingSpec:
+    """The static half of a ring: what programs are compiled against.
+
+    `axis_names` are the mesh axes of the ranks (R = product of their sizes), `mesh_axes` all axes with their sizes;
+    both are empty for a ring of one device. `threads`: CPU threads of one rank's expert work. `shared`: ranks live in
+    several processes and exchange through shared memory.
+    """
+
+    name: str
+    config: MoEConfig
+    shape: RingShape
+    axis_names: tuple[str, ...]
+    mesh_axes: tuple[tuple[str, int], ...]
+    threads: int
+    shared: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """R, the ranks that exchange tokens."""
+        return self.shape.num_ranks
+
+    @property
+    def partition(self) -> P:
+        """How both leaves are sharded: one row per device, over all mesh axes."""
+        return P(tuple(name for name, _ in self.mesh_axes)) if self.mesh_axes else P()
+
+    @property
+    def macro_tokens(self) -> int:
+        """S * C, the tokens that one macro-chunk can hold."""
+        return self.shape.num_slots * self.shape.chunk_tokens
+
+
+class _RingMethods:
+    spec: RingSpec
+
+    @property
+    def name(self) -> str:
+        """The ring's name, by which every process knows it."""
+        return self.spec.name
+
+    def check(self) -> None:
+        """Raises RuntimeError with the first failure of this ring in this process, if it has failed."""
+        if not ffi.compiled.ring_exists(self.name):
+            raise RuntimeError(f"ring {self.name!r} is closed: call make_ring again")
+        if why := ffi.compiled.ring_failure(self.name):
+            raise RuntimeError(f"ring {self.name!r} is unusable, call make_ring again on all ranks; it failed with: {why}")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(checks.RING_PICKLE)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close_ring(self.name)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["mem", "token"], meta_fields=["spec"])
+@dataclasses.dataclass(frozen=True)
+class Ring(_RingMethods):
+    """A donated ring. `mem`: uint8 [devices, bytes]; `token`: float32 [devices, 1]; `spec`: static."""
+
+    mem: jax.Array
+    token: jax.Array
+    spec: RingSpec
+
+    __reduce__ = _RingMethods.__reduce__
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["mem", "token"], meta_fields=["spec"])
+@dataclasses.dataclass(frozen=True)
+class RingRef(_RingMethods):
+    """A ring in `jax.Ref`s: pass it as an argument, do not donate, nothing to return. Full remat is safe."""
+
+    mem: Any
+    token: Any
+    spec: RingSpec
+
+    __reduce__ = _RingMethods.__reduce__
+
+    def load(self) -> Ring:
+        """Returns the functional view; whoever loads must store before anyone else loads."""
+        return Ring(self.mem[...], self.token[...], self.spec)
+
+    def store(self, ring: Ring) -> None:
+        """Writes back what an operation returned for `load()`."""
+        self.mem[...] = ring.mem
+        self.token[...] = ring.token
+
+
+def with_ring(ring: Ring | RingRef | None, function: Callable[..., tuple], *args: Any) -> tuple:
+    """Calls `function(*args, ring) -> (*out, ring)` with the functional form of either kind of ring."""
+    if not isinstance(ring, RingRef):
+        return function(*args, ring)
+    *out, used = function(*args, ring.load())
+    ring.store(used)
+    return (*out, ring)
+
+
+def after(ring: Ring, *others: Any) -> Ring:
+    """Returns `ring`, ordered after `others` (arrays or rings): two rings of one program need one order on all ranks."""
+    token, _ = lax.optimization_barrier((ring.token, [o.token if isinstance(o, Ring) else o for o in others]))
+    mem, token = lax.optimization_barrier((ring.mem, token))
+    return dataclasses.replace(ring, mem=mem, token=token)
+
+
+def make_ring(
+    config: MoEConfig, *, chunk_tokens: int, num_slots: int, mesh: Mesh | None = None,
+    axis_name: str | Sequence[str] = "ep", name: str = "ring", mutable: bool = False, timeout_s: float = 100.0,
+    pool_tokens: int | None = None, threads: int | None = None,
+) -> Ring | RingRef:  # fmt: skip
+    """Makes a ring over the devices of `mesh`, or of one device without a mesh.
+
+    Collective: every process of the mesh calls it, in the same order, with the same arguments, outside of jit. A live
+    ring of the same name is replaced; programs compiled for it are reused.
+
+    Arguments:
+      config: the layer; E must be a multiple of R.
+      chunk_tokens: C, most tokens that are published at once. num_slots: S. S*C tokens bound the memory, recommended
+        min(T, 8192).
+      mesh: all its devices take part; `axis_name` (one or several axes) spans the ranks of one group, other axes make
+        further groups. None: one device, R = 1.
+      name: by which programs and processes know the ring.
+      mutable: return a RingRef (leaves in `jax.Ref`): no donation, safe under full remat.
+      timeout_s: deadline of every wait for a peer, in seconds.
+      pool_tokens: token rows that one rank can hold for its experts; between R*C and R*S*C, the default. A smaller pool
+        computes partial blocks when it is full.
+      threads: CPU threads of one rank's expert work; by default the cores divided by the ranks of this process.
+
+    Returns a Ring of `ring_bytes(...)` bytes per rank (in shared memory when several processes take part).
+
+    Raises ValueError for sizes, axes or a config that do not fit, RuntimeError when processes disagree or one is missing.
+    """
+    axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise ValueError("make_ring is called outside of jit: it allocates the memory that programs then share")
+    members, num_groups, num_ranks = _members(mesh, axis_names)
+    config.local_experts(num_ranks)
+    shape = ring_shape(config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens)
+    most = num_ranks * num_slots * chunk_tokens
+    if not num_ranks * chunk_tokens <= shape.pool_tokens <= most:
+        raise ValueError(
+            f"pool_tokens must be in {num_ranks * chunk_tokens}..{most} (R*C..R*S*C), got {shape.pool_tokens}"
+        )
+    if config.capacity is not None and shape.pool_tokens < most:
+        raise ValueError(f"pool_tokens must be {most} with capacity=, which needs all routes at once, got {shape.pool_tokens}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    local = [m for m in members if m.process == jax.process_index()]
+    per_rank = max(1, ffi.compiled.default_threads() // max(1, len(local)))
+    spec = RingSpec(
+        name=name, config=config, shape=shape, axis_names=axis_names if mesh is not None else (),
+        mesh_axes=tuple(mesh.shape.items()) if mesh is not None else (),
+        threads=per_rank if threads is None else at_least("threads", threads, 1),
+        shared=len({m.process for m in members}) > 1,
+    )  # fmt: skip
+    ffi.compiled.ring_create(
+        name, dataclasses.asdict(shape), num_groups, float(timeout_s), [[m.ordinal, m.group, m.rank] for m in local]
+    )
+    try:
+        with symmetric.Bootstrap(spec.name, repr(spec), members, spec.shared, timeout_s) as bootstrap:
+            bootstrap.share_heaps()
+            ring = _allocate(spec, mesh)
+            return _register_ref(ring, mesh) if mutable else _register(ring, mesh)
+    except BaseException:
+        ffi.compiled.ring_close(name)
+        raise
+
+
+def close_ring(ring: Ring | RingRef | str) -> bool:
+    """Forgets a ring in this process, by object or name; returns whether it existed. Safe to call twice.
+
+    Its arrays live on until Python drops them; a program that uses them raises. Call it on every process.
+    """
+    return bool(ffi.compiled.ring_close(ring if isinstance(ring, str) else ring.name))
+
+
+def _members(mesh: Mesh | None, axis_names: tuple[str, ...]) -> tuple[list[symmetric.Member], int, int]:
+    """Every rank of every group, the number of groups, and R."""
+    if mesh is None:
+        device = jax.local_devices()[0] if jax.config.jax_default_device is None else jax.config.jax_default_device
+        return [symmetric.Member(device.id, 0, 0, device.process_index)], 1, 1
+    for axis in axis_names:
+        if axis not in mesh.axis_names:
+            raise ValueError(f"axis_name must be an axis of the mesh {tuple(mesh.axis_names)}, got {axis!r}")
+    if len(set(axis_names)) != len(axis_names) or not axis_names:
+        raise ValueError(f"axis_name must name each axis once, got {axis_names}")
+    others = [a for a in mesh.axis_names if a not in axis_names]
+    order = [mesh.axis_names.index(a) for a in (*others, *axis_names)]
+    num_ranks = math.prod(mesh.shape[a] for a in axis_names)
+    grid = np.transpose(mesh.devices, order).reshape(-1, num_ranks)
+    members = [
+        symmetric.Member(device.id, group, rank, device.process_index)
+        for group, row in enumerate(grid)
+        for rank, device in enumerate(row)
+    ]
+    return members, grid.shape[0], num_ranks
+
+
+def _allocate(spec: RingSpec, mesh: Mesh | None) -> Ring:
+    num_bytes = HANDLE_BYTES if spec.shared else ring_layout(spec.shape)["total"]
+    devices = math.prod(size for _, size in spec.mesh_axes)
+    sharding = None if mesh is None else NamedSharding(mesh, spec.partition)
+
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def zeros() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((devices, num_bytes), jnp.uint8), jnp.zeros((devices, 1), jnp.float32)
+
+    return Ring(*zeros(), spec)
+
+
+def _register_mem(spec: RingSpec, mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]:
+    def register(mem: jax.Array) -> jax.Array:
+        return ffi.call(
+            "register", ffi.like(mem, mem.shape, mem.dtype), mem, attributes={"ring": spec.name}, aliases={0: 0},
+            side_effect=True,
+        )  # fmt: skip
+
+    if mesh is None:
+        return register
+    return jax.shard_map(register, mesh=mesh, in_specs=spec.partition, out_specs=spec.partition)
+
+
+def _register(ring: Ring, mesh: Mesh | None) -> Ring:
+    mem = jax.jit(_register_mem(ring.spec, mesh), donate_argnums=0)(ring.mem)
+    return Ring(jax.block_until_ready(mem), ring.token, ring.spec)
+
+
+def _register_ref(ring: Ring, mesh: Mesh | None) -> RingRef:
+    register = _register_mem(ring.spec, mesh)
+
+    def store(ref: Any) -> None:
+        ref[...] = register(ref[...])
+
+    # new_ref copies, so the address is registered from inside.
+    refs = RingRef(jax.new_ref(ring.mem), jax.new_ref(ring.token), ring.spec)
+    jax.jit(store)(refs.mem)
+    jax.effects_barrier()
+    return refs

@@ -1,0 +1,120 @@
+"""The gradient of the layer, attached to an output that plain operations computed.
+
+Contract: `attach` is the identity on (y, token); its backward is the layer's, computed from x, ids, weights and the
+expert tensors and from nothing a stream left behind. So the gradient does not depend on chunks, slots, schedule, policy
+or transport, and routers stay plain JAX outside of it. Over ranks the backward exchanges through XLA's collectives;
+its calls are ordered by the token, whose cotangent AD threads in reverse. The backward is first order only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import checks, exchange, local
+from .ops import Experts, LayerSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSpec:
+    """The layer, and the mesh axes of its ranks (empty: this device has all experts)."""
+
+    layer: LayerSpec
+    axis_names: tuple[str, ...] = ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attach(
+    spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, token: jax.Array
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns `(y, token)`; y [T, H] gets the gradient with respect to x, weights [T, K] f32 and the experts."""
+    del spec, x, ids, weights, experts
+    return y, token
+
+
+def _attach_forward(
+    spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, token: jax.Array
+) -> tuple[Any, Any]:  # fmt: skip
+    del spec
+    return (y, token), (x, ids, weights, experts)
+
+
+def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    x, ids, weights, experts = residuals
+    dy, token = cotangents
+    dy = first_order_only(dy)
+    if spec.axis_names:
+        out = exchange.backward(spec.layer, spec.axis_names, token, x, dy, ids, weights, experts)
+    else:
+        out = local.backward(spec.layer, token, x, dy, ids, weights, experts)
+    token, dx, d_weights, d_experts = out
+    return None, dx, None, d_weights, d_experts, token
+
+
+attach.defvjp(_attach_forward, _attach_backward)
+
+
+@jax.custom_jvp
+def first_order_only(cotangent: jax.Array) -> jax.Array:
+    """Identity that refuses to be differentiated: the layer's backward is a kernel."""
+    return cotangent
+
+
+@first_order_only.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "the gradient of the expert layer is first order only: its backward is a kernel and cannot be differentiated again"
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def no_residuals(what: str, value: jax.Array) -> jax.Array:
+    """Identity for operands of a stream that keeps no residuals; differentiating it raises instead of giving zeros."""
+    del what
+    return value
+
+
+@no_residuals.defjvp
+def _(what: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(checks.NO_RESIDUALS.format(what=what))
+
+
+@jax.custom_jvp
+def tie(value: jax.Array, others: Any) -> jax.Array:
+    """`value`; its derivative visits `others`, which must refuse to be differentiated."""
+    del others
+    return value
+
+
+@tie.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return tie(*primals), tangents[0]
+
+
+def varying(array: Any) -> frozenset[str]:
+    """Returns the mesh axes an array varies over, as `check_vma` tracks them; empty outside of shard_map."""
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+def vary_together(arrays: Any, *others: Any) -> Any:
+    """Casts a pytree of arrays to vary over all axes that any of them, or of `others`, varies over.
+
+    AD transposes the cast to a sum over the added axes, which is the gradient of a replicated weight.
+    """
+    axes = frozenset().union(*(varying(a) for a in jax.tree.leaves((arrays, others))))
+
+    def cast(array: Any) -> Any:
+        missing = tuple(sorted(axes - varying(array)))
+        return lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(cast, arrays)
+
+
+def new_token(reference: jax.Array) -> jax.Array:
+    """A token for a call without a ring, varying like `reference`."""
+    return vary_together(jnp.zeros((1, 1), jnp.float32), reference)
