@@ -7,6 +7,7 @@ checks, narrows and masks. Trade-off: masking by `num_valid` happens in JAX, on 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ class Stats(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Operands of the handlers: x [T, H], ids [T, K] int32 (-1 beyond num_valid), weights [T, K] f32, experts."""
+    """Operands: x [..., H], ids [..., K] int32 (-1 beyond num_valid), weights [..., K] f32, experts."""
 
     x: jax.Array
     ids: jax.Array
@@ -84,7 +85,6 @@ def _moe(
     spec = LayerSpec(config, config.num_experts, checks=check_ids)
     y, expert_rows, counts = local.forward(spec, *lax.stop_gradient(args))
     y, _ = vjp.attach(vjp.GradientSpec(spec), named_y(y), *args, vjp.new_token(args.x))
-    y = y.reshape(x.shape)
     return (y, stats_of(expert_rows, counts)) if return_stats else y
 
 
@@ -100,10 +100,9 @@ def prepare(
     x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any, config: MoEConfig,
     num_valid: Any,
 ) -> Prepared:  # fmt: skip
-    """Returns the operands of checked arguments: leading dims folded, ids narrowed and masked, weights widened."""
-    x = x.reshape(-1, config.hidden)
-    ids = mask_ids(narrow_ids(topk_ids.reshape(-1, config.top_k), config), num_valid)
-    weights = topk_weights.reshape(-1, config.top_k).astype(jnp.float32)
+    """Returns the operands of checked arguments: ids narrowed and masked, weights widened; leading dims as they are."""
+    ids = mask_ids(narrow_ids(topk_ids, config), num_valid)
+    weights = topk_weights.astype(jnp.float32)
     return Prepared(x, name_ids(ids), name_weights(weights), ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down))
 
 
@@ -115,12 +114,12 @@ def narrow_ids(ids: jax.Array, config: MoEConfig) -> jax.Array:
 
 
 def mask_ids(ids: jax.Array, num_valid: Any, first_token: Any = 0) -> jax.Array:
-    """Ids [c, K] with -1 for tokens at or beyond `num_valid`; the first row is token `first_token`."""
+    """Ids [..., K] with -1 for tokens at or beyond `num_valid`; the first row is token `first_token`."""
     if num_valid is None:
         return ids
     checks.check_num_valid(num_valid)
-    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None] + jnp.asarray(first_token, jnp.int32)
-    return jnp.where(tokens < jnp.asarray(num_valid, jnp.int32), ids, -1)
+    tokens = jnp.arange(math.prod(ids.shape[:-1]), dtype=jnp.int32) + jnp.asarray(first_token, jnp.int32)
+    return jnp.where(tokens.reshape(*ids.shape[:-1], 1) < jnp.asarray(num_valid, jnp.int32), ids, -1)
 
 
 def name_ids(ids: jax.Array) -> jax.Array:

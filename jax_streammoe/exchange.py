@@ -44,15 +44,14 @@ def backward(
     weights: jax.Array, experts: Experts,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
     """-> token, dx [T, H], d_weights [T, K] f32, gradients of this rank's experts from the tokens of all ranks."""
+    # Every exchange reads ids, which vjp.py has put after the token: that orders backward calls on every rank.
     ids, _, _ = _clean(spec, axis_names, ids)
     needed, local_ids = _destinations(spec, axis_names, ids)
-    # The token travels with the operands, so that backward calls run in one order on every rank.
-    token, x = lax.optimization_barrier((token, x))
     zero = jnp.zeros((), x.dtype)
     x_in = _exchange(jnp.where(needed[..., None], x[None], zero), axis_names)
     dy_in = _exchange(jnp.where(needed[..., None], dy[None], zero), axis_names)
     ids_in = _exchange(local_ids, axis_names)
-    weights_in = _exchange(jnp.broadcast_to(weights[None], local_ids.shape), axis_names)
+    weights_in = _exchange(jnp.where(local_ids >= 0, weights[None], jnp.zeros((), weights.dtype)), axis_names)
     token, dx_rows, d_weights, d_experts = ops.backward(
         spec, token, _flat(x_in), _flat(dy_in), _flat(ids_in), _flat(weights_in), experts
     )

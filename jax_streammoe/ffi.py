@@ -127,5 +127,8 @@ def call(
 
 
 def absent(reference: jax.Array) -> jax.Array:
-    """Returns the empty operand that stands for an absent weight or bias."""
-    return jnp.zeros((0,), reference.dtype)
+    """Returns the operand that stands for an absent weight or bias: one element.
+
+    Not an empty one: the partitioner of jaxlib 0.11 crashes on empty arrays that enter or leave a shard_map.
+    """
+    return jnp.zeros((1,), reference.dtype)

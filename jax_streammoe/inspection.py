@@ -36,7 +36,10 @@ class RankState:
 
 @dataclasses.dataclass(frozen=True)
 class RingState:
-    """State of a ring at one moment. `str()` is a table: one line per rank and slot."""
+    """State of a ring at one moment. `str()` is a table: one line per rank and slot.
+
+    `ranks` is empty when the ring has failed and its memory went with the call; `failure` says why.
+    """
 
     name: str
     num_ranks: int
@@ -66,13 +69,16 @@ def inspect(ring: Ring | RingRef) -> RingState:
     """Returns the state of a ring's ranks in this process: sequences, ready and consumed words, failures.
 
     Host side, outside of jit, without touching the ring's arrays; a call that is running may move while it is read.
-    Raises RuntimeError when the ring is closed.
+    Raises RuntimeError when the ring is closed or this value of it was donated.
     """
     if not ffi.compiled.ring_exists(ring.name):
         raise RuntimeError(f"ring {ring.name!r} is closed: call make_ring again")
-    shape = ring.spec.shape
+    shape, failure = ring.spec.shape, ffi.compiled.ring_failure(ring.name)
+    gone = bool(failure) and not ring.spec.shared  # XLA freed the memory of the call that failed
+    if not gone and isinstance(ring, Ring) and ring.mem.is_deleted():  # freed too, if nobody kept what was returned
+        raise RuntimeError(f"ring {ring.name!r}: this value was donated, inspect the one that the call returned")
     ranks = []
-    for group, rank in ffi.compiled.ring_members(ring.name):
+    for group, rank in [] if gone else ffi.compiled.ring_members(ring.name):
         words = ffi.compiled.ring_words(ring.name, group, rank)
         ranks.append(
             RankState(
@@ -80,9 +86,7 @@ def inspect(ring: Ring | RingRef) -> RingState:
                 words["consumed"], [row[0] for row in words["done"]], [row[0] for row in words["abort"]], words["error"],
             )  # fmt: skip
         )
-    return RingState(
-        ring.name, shape.num_ranks, shape.num_slots, ring_layout(shape)["total"], ffi.compiled.ring_failure(ring.name), ranks
-    )
+    return RingState(ring.name, shape.num_ranks, shape.num_slots, ring_layout(shape)["total"], failure, ranks)
 
 
 def _slot_state(route: int, layout: int, consumed: int) -> str:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, get_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from . import ops
@@ -25,14 +25,14 @@ from .ops import Experts, LayerSpec
 
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
-    """x [T, H], ids [T, K], weights [T, K] f32 -> y [T, H], expert_rows [L] i32, counts [3] i32."""
+    """x [..., H], ids [..., K], weights [..., K] f32 -> y [..., H], expert_rows [L] i32, counts [3] i32."""
     return _forward(spec)(x, ids, weights, *experts)
 
 
 def backward(
     spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
-    """-> token, dx [T, H], d_weights [T, K] f32, the gradients of the six expert tensors."""
+    """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors."""
     token, dx, d_weights, *d_experts = _backward(spec)(token, x, dy, ids, weights, *experts)
     return token, dx, d_weights, tuple(d_experts)  # type: ignore[return-value]
 
@@ -46,13 +46,14 @@ def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax
 @functools.lru_cache(maxsize=None)
 def _forward(spec: LayerSpec) -> Callable[..., tuple]:
     def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        return ops.forward(spec, x, ids, weights, experts)  # type: ignore[arg-type]
+        y, expert_rows, counts = ops.forward(spec, *map(_rows, (x, ids, weights)), experts)  # type: ignore[arg-type]
+        return y.reshape(x.shape), expert_rows, counts
 
-    partitioned = _partitioned(call, spec, num_token_args=3, token_results=(True, False, False))
+    partitioned = _partitioned(call, spec, token_args=range(3), token_results=(True, False, False))
 
     @custom_vmap
     def run(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        return (call if _is_manual() else partitioned)(x, ids, weights, *experts)
+        return partitioned(x, ids, weights, *experts)
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
@@ -60,9 +61,9 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
         if any(batched[3:]) or spec.config.capacity is not None:
             return _walk(run, batched, args), (True,) * 3
         tokens = [a if b else jnp.broadcast_to(a[None], (size, *a.shape)) for a, b in zip(tokens, batched, strict=False)]
-        y, _, _ = run(*(a.reshape(-1, a.shape[-1]) for a in tokens), *experts)
+        y, _, _ = run(*tokens, *experts)
         rows, counts = jax.vmap(functools.partial(_count, spec))(tokens[1])
-        return (y.reshape(tokens[0].shape), rows, counts), (True,) * 3
+        return (y, rows, counts), (True,) * 3
 
     return run
 
@@ -70,15 +71,17 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
 @functools.lru_cache(maxsize=None)
 def _backward(spec: LayerSpec) -> Callable[..., tuple]:
     def call(token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        token, dx_rows, d_weights, d_experts = ops.backward(spec, token, x, dy, ids, weights, experts)  # type: ignore[arg-type]
+        rows = map(_rows, (x, dy, ids, weights))
+        token, dx_rows, d_weights, d_experts = ops.backward(spec, token, *rows, experts)  # type: ignore[arg-type]
         # A route dropped by capacity has a zero row, so it needs no flag here.
-        return token, combine_gradient(spec, dx_rows, _owned(spec, ids)), d_weights, *d_experts
+        dx = combine_gradient(spec, dx_rows, _owned(spec, _rows(ids)))
+        return token, dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
 
-    partitioned = _partitioned(call, spec, num_token_args=5, token_results=(None, True, True) + (False,) * 6)
+    partitioned = _partitioned(call, spec, token_args=range(1, 5), token_results=(None, True, True) + (False,) * 6)
 
     @custom_vmap
     def run(token: jax.Array, *args: jax.Array) -> tuple:
-        return (call if _is_manual() else partitioned)(token, *args)
+        return partitioned(token, *args)
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
@@ -90,6 +93,11 @@ def _backward(spec: LayerSpec) -> Callable[..., tuple]:
 
 def _owned(spec: LayerSpec, ids: jax.Array) -> jax.Array:
     return jnp.where((ids >= 0) & (ids < spec.num_local_experts), ids, -1)
+
+
+def _rows(array: jax.Array) -> jax.Array:
+    """Leading dimensions folded: [T, n]. Inside the partitioned call, where it moves nothing between devices."""
+    return array.reshape(-1, array.shape[-1])
 
 
 def _walk(run: Callable[..., Any], batched: Sequence[bool], args: Sequence[jax.Array]) -> Any:
@@ -104,74 +112,134 @@ def _walk(run: Callable[..., Any], batched: Sequence[bool], args: Sequence[jax.A
 
 
 def _count(spec: LayerSpec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Statistics of ids [T, K] as the handler would count them, dropless."""
+    """Statistics of ids [..., K] as the handler would count them, dropless."""
     valid = _owned(spec, ids)
-    rows = jnp.zeros((spec.num_local_experts,), jnp.int32).at[jnp.where(valid < 0, spec.num_local_experts, valid)].add(
-        1, mode="drop"
-    )
+    experts = jnp.arange(spec.num_local_experts, dtype=jnp.int32).reshape(*(1,) * ids.ndim, -1)
+    # A comparison and not a scatter: JAX's scatter does not know Explicit axes.
+    rows = jnp.sum(valid[..., None] == experts, axis=tuple(range(ids.ndim)), dtype=jnp.int32)
     masked = jnp.sum(ids == -1, dtype=jnp.int32)
     invalid = jnp.sum(valid < 0, dtype=jnp.int32) - masked
     return rows, jnp.stack([jnp.zeros((), jnp.int32), invalid, masked])
 
 
-def _is_manual() -> bool:
-    return bool(get_abstract_mesh().manual_axes)
-
-
 def _partitioned(
-    call: Callable[..., tuple], spec: LayerSpec, *, num_token_args: int, token_results: Sequence[bool | None]
+    call: Callable[..., tuple], spec: LayerSpec, *, token_args: range, token_results: Sequence[bool | None]
 ) -> Callable[..., tuple]:
     """`call` with rows of tokens kept where they are; results that are not rows are summed over the shards.
 
-    The first `num_token_args` arguments of rank 2 are rows of tokens, the others whole. `token_results`: per result,
-    True for rows of tokens, False for a sum over tokens, None for neither.
+    The arguments at `token_args` are rows of tokens [..., n] with equal leading dimensions, x first, those behind them the
+    experts, others whole. `token_results`: per result, True for rows of tokens, False for a sum over tokens, None for
+    neither.
     """
     wrapped = custom_partitioning(call)
 
-    def is_rows(position: int, shape: Sequence[int]) -> bool:
-        return position < num_token_args and len(shape) == 2
-
-    def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
-        del result_shapes
-        axes = _token_axes(arg_shapes[num_token_args - 2].sharding.spec)
+    def token_spec(args: Sequence[Any]) -> P:
+        """How the leading dimensions lie over the mesh."""
+        leading = (_leading(args[n]) for n in token_args)
+        parts = next((p for p in leading if any(part is not None for part in p)), P())
+        axes = _axes(parts)
         if axes and spec.config.capacity is not None:
             raise ValueError(
                 f"moe: tokens are sharded over {axes} under plain jit, but capacity counts the tokens of all shards; use "
                 "expert_parallel, or leave the tokens replicated"
             )
-        for arg in arg_shapes[num_token_args:]:
-            if any(part is not None for part in arg.sharding.spec):
+        for arg in args[token_args.stop :]:
+            if any(part is not None for part in _spec_of(arg)):
                 raise ValueError(
-                    f"moe: expert tensor of shape {arg.shape} is sharded as {arg.sharding.spec} under plain jit, where it "
+                    f"moe: expert tensor of shape {arg.shape} is sharded as {_spec_of(arg)} under plain jit, where it "
                     "would be gathered; use expert_parallel, or replicate it first with jax.lax.with_sharding_constraint"
                 )
-        rows, whole = NamedSharding(mesh, P(axes or None, None)), NamedSharding(mesh, P())
+        return parts
 
+    def local_call(axes: tuple[str, ...]) -> Callable[..., tuple]:
         def local(*args: jax.Array) -> tuple:
             out = call(*args)
             return tuple(
                 lax.psum(o, axes) if axes and kind is False else o for o, kind in zip(out, token_results, strict=True)
             )
 
-        arg_shardings = tuple(rows if is_rows(n, a.shape) else whole for n, a in enumerate(arg_shapes))
-        return mesh, local, tuple(rows if kind else whole for kind in token_results), arg_shardings
+        return local
+
+    def specs(rows: P, args: Sequence[Any]) -> tuple[tuple[P, ...], tuple[P, ...]]:
+        arg_specs = tuple(rows if n in token_args else P() for n in range(len(args)))
+        return arg_specs, tuple(rows if kind else P() for kind in token_results)
+
+    def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
+        del result_shapes
+        rows = token_spec(arg_shapes)
+        arg_specs, result_specs = specs(rows, arg_shapes)
+        on_mesh = functools.partial(NamedSharding, mesh)
+        return mesh, local_call(_axes(rows)), tuple(map(on_mesh, result_specs)), tuple(map(on_mesh, arg_specs))
 
     def rule(mesh: Any, args: Any, results: Any) -> str:
-        # Only the token dimension is shared between operands and results; every other one has a factor of its own.
+        # Only leading dimensions of tokens are shared by operands and results; every other one has a factor of its own.
         del mesh
         names = [
-            " ".join("t" if token and d == 0 else f"f{n}d{d}" for d in range(len(a.shape)))
+            " ".join(f"t{d}" if token and d < len(a.shape) - 1 else f"f{n}d{d}" for d in range(len(a.shape)))
             for n, (token, a) in enumerate(
-                [(is_rows(n, a.shape), a) for n, a in enumerate(args)]
+                [(n in token_args, a) for n, a in enumerate(args)]
                 + [(bool(kind), a) for kind, a in zip(token_results, results, strict=True)]
             )
         ]
         return ", ".join(names[: len(args)]) + " -> " + ", ".join(names[len(args) :])
 
     wrapped.def_partition(partition=partition, sharding_rule=rule)
-    return wrapped
+
+    def run(*args: jax.Array) -> tuple:
+        if get_abstract_mesh().manual_axes:
+            return call(*args)
+        types = [jax.typeof(a) for a in args]
+        mesh = next((t.sharding.mesh for t in types if AxisType.Explicit in t.sharding.mesh.axis_types), None)
+        if mesh is None:
+            return wrapped(*args)
+        if mesh.auto_axes:
+            raise ValueError(f"moe: under plain jit the mesh axes must be all Auto or all Explicit, got {mesh.axis_types}")
+        # Shardings are in the types: the partitioner has no say, and custom_partitioning does not know them.
+        rows = token_spec(types)
+        return jax.jit(functools.partial(_shard_map, local_call(_axes(rows)), mesh, *specs(rows, types)))(*args)
+
+    return run
 
 
-def _token_axes(spec: P) -> tuple[str, ...]:
-    first = spec[0] if len(spec) else None
-    return () if first is None else (first,) if isinstance(first, str) else tuple(first)
+def _shard_map(
+    local: Callable[..., tuple], mesh: Any, arg_specs: tuple[P, ...], result_specs: tuple[P, ...], *args: jax.Array
+) -> tuple:
+    """`local` per shard on an Explicit mesh.
+
+    Empty operands and results (absent biases, T = 0) stay outside: JAX 0.11's partitioner crashes on them.
+    """
+    per_shard = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    args = tuple(jax.sharding.reshard(a, NamedSharding(mesh, s)) for a, s in zip(args, arg_specs, strict=True))
+    results = jax.eval_shape(per_shard(local, in_specs=arg_specs, out_specs=result_specs), *args)
+    args_in, results_out = ([n for n, a in enumerate(arrays) if a.size] for arrays in (args, results))
+
+    def present(*values: jax.Array) -> tuple:
+        given = dict(zip(args_in, values, strict=True))
+        out = local(*(given[n] if n in given else jnp.zeros(a.shape, a.dtype) for n, a in enumerate(args)))
+        return tuple(out[n] for n in results_out)
+
+    in_specs, out_specs = tuple(arg_specs[n] for n in args_in), tuple(result_specs[n] for n in results_out)
+    out = per_shard(present, in_specs=in_specs, out_specs=out_specs)(*(args[n] for n in args_in))
+    given = dict(zip(results_out, out, strict=True))
+    return tuple(given[n] if n in given else jnp.zeros(r.shape, r.dtype) for n, r in enumerate(results))
+
+
+def _spec_of(array: Any) -> P:
+    """The PartitionSpec of an array's sharding; operands that XLA made or replicated itself come without one."""
+    spec = getattr(array.sharding, "spec", None)
+    if spec is None and not array.sharding.is_fully_replicated:
+        raise ValueError(
+            f"moe: operand of shape {array.shape} is sharded as {array.sharding}, which names no mesh axes; give it a "
+            "NamedSharding with jax.lax.with_sharding_constraint"
+        )
+    return P() if spec is None else spec
+
+
+def _leading(array: Any) -> P:
+    """The spec of all dimensions but the last one."""
+    return P(*tuple(_spec_of(array))[: len(array.shape) - 1])
+
+
+def _axes(spec: P) -> tuple[str, ...]:
+    """All mesh axes of a spec."""
+    return tuple(a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part))

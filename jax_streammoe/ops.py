@@ -1,6 +1,6 @@
 """One function per handler: operands in the handler's order, result descriptors, aliases. Nothing is decided here.
 
-Contract: the expert tensors travel as a six-tuple (gate, up, down, b_gate, b_up, b_down), absent ones empty; packed
+Contract: the expert tensors travel as a six-tuple (gate, up, down, b_gate, b_up, b_down), absent ones of one element; packed
 `w_gate_up` [L, H, 2I] is gate with an empty up. Ring operations take `mem` first and return it in place. These are
 not differentiable; vjp.py attaches the gradient.
 """
@@ -8,6 +8,7 @@ not differentiable; vjp.py attaches the gradient.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,6 +102,16 @@ def backward(
     )  # fmt: skip
     gate, up, down, b_gate, b_up, b_down = d_experts
     return token, dx_rows, d_weights, (gate, up, down, b_gate, b_up, b_down)
+
+
+def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns `values`, in place, available to the program only once `others` are.
+
+    A real operation: XLA:CPU drops lax.optimization_barrier before it schedules, and then runs what it ordered at once.
+    """
+    results = tuple(ffi.like(v, v.shape, v.dtype) for v in values)
+    aliases = {n: n for n in range(len(results))}
+    return tuple(ffi.call("after", results, *values, *others, attributes={}, aliases=aliases))
 
 
 def open_stream(spec: StreamSpec, mem: jax.Array, x: Any, experts: Experts) -> tuple[jax.Array, jax.Array]:

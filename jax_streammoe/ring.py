@@ -4,7 +4,7 @@ Contract: `mem` is one row of bytes per device of the mesh, known to the library
 own operations take it and return it; `token` is one float per device that orders what has no ring operand (the
 backward). The spec is static and holds neither pointers nor devices, so a ring that was made again reuses every
 compiled program. Making a ring is collective and happens outside of jit. Trade-off: the ring must be threaded linearly,
-like any donated value; `mutable=True` keeps the same leaves in a `jax.Ref` instead, which cannot be forgotten or copied.
+like any donated value; `mutable=True` keeps the memory in a `jax.Ref` instead, which cannot be forgotten or copied.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from . import checks, ffi, symmetric
+from . import checks, ffi, ops, symmetric
 from .config import MoEConfig, at_least
 from .layout import RingShape, ring_layout, ring_shape
 
@@ -77,6 +77,12 @@ class _RingMethods:
         if why := ffi.compiled.ring_failure(self.name):
             raise RuntimeError(f"ring {self.name!r} is unusable, call make_ring again on all ranks; it failed with: {why}")
 
+    def __repr__(self) -> str:
+        # Never the arrays: printing one keeps a NumPy view, and its next donation would be a copy.
+        shape = self.spec.shape
+        what = f"{shape.num_ranks} ranks x {shape.num_slots} slots of {shape.chunk_tokens} tokens"
+        return f"{type(self).__name__}({self.name!r}, {what})"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(checks.RING_PICKLE)
 
@@ -88,7 +94,7 @@ class _RingMethods:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["mem", "token"], meta_fields=["spec"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Ring(_RingMethods):
     """A donated ring. `mem`: uint8 [devices, bytes]; `token`: float32 [devices, 1]; `spec`: static."""
 
@@ -99,25 +105,26 @@ class Ring(_RingMethods):
     __reduce__ = _RingMethods.__reduce__
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["mem", "token"], meta_fields=["spec"])
-@dataclasses.dataclass(frozen=True)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["mem"], meta_fields=["spec"])
+@dataclasses.dataclass(frozen=True, repr=False)
 class RingRef(_RingMethods):
-    """A ring in `jax.Ref`s: pass it as an argument, do not donate, nothing to return. Full remat is safe."""
+    """A ring in a `jax.Ref`: pass it as an argument, do not donate, nothing to return. Full remat is safe.
+
+    It needs no token: the Ref itself orders all that touches it.
+    """
 
     mem: Any
-    token: Any
     spec: RingSpec
 
     __reduce__ = _RingMethods.__reduce__
 
     def load(self) -> Ring:
         """Returns the functional view; whoever loads must store before anyone else loads."""
-        return Ring(self.mem[...], self.token[...], self.spec)
+        return Ring(self.mem[...], jnp.zeros((self.mem.shape[0], 1), jnp.float32), self.spec)
 
     def store(self, ring: Ring) -> None:
         """Writes back what an operation returned for `load()`."""
         self.mem[...] = ring.mem
-        self.token[...] = ring.token
 
 
 def with_ring(ring: Ring | RingRef | None, function: Callable[..., tuple], *args: Any) -> tuple:
@@ -131,9 +138,42 @@ def with_ring(ring: Ring | RingRef | None, function: Callable[..., tuple], *args
 
 def after(ring: Ring, *others: Any) -> Ring:
     """Returns `ring`, ordered after `others` (arrays or rings): two rings of one program need one order on all ranks."""
-    token, _ = lax.optimization_barrier((ring.token, [o.token if isinstance(o, Ring) else o for o in others]))
-    mem, token = lax.optimization_barrier((ring.mem, token))
+    mem, token = _after(ring.mem, ring.token, [o.token if isinstance(o, Ring) else o for o in others])
     return dataclasses.replace(ring, mem=mem, token=token)
+
+
+@jax.custom_jvp
+def _after(mem: jax.Array, token: jax.Array, others: Any) -> tuple[jax.Array, jax.Array]:
+    args = (mem, token, *jax.tree.leaves(others))
+    types = [jax.typeof(a) for a in args]
+    if get_abstract_mesh().manual_axes:
+        return _after_local(*args)
+    mesh = next((t.sharding.mesh for t in types if AxisType.Explicit in t.sharding.mesh.axis_types), None)
+    if mesh is None:
+        return _after_partitioned(*args)
+    specs = tuple(t.sharding.spec if t.sharding.mesh == mesh else P() for t in types)
+    return jax.shard_map(_after_local, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)(*args)
+
+
+@_after.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _after(*primals), tangents[:2]
+
+
+def _after_local(mem: jax.Array, token: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    return ops.after((mem, token), others)
+
+
+# Every operand stays as it is sharded; each device waits for its own shards.
+_after_partitioned = custom_partitioning(_after_local)
+_after_partitioned.def_partition(
+    partition=lambda mesh, args, results: (
+        mesh, _after_local, tuple(a.sharding for a in args[:2]), tuple(a.sharding for a in args)
+    ),
+    sharding_rule=lambda mesh, args, results: (
+        ", ".join(" ".join(f"f{n}d{d}" for d in range(len(a.shape))) for n, a in enumerate(args)) + " -> f0d0 f0d1, f1d0 f1d1"
+    ),
+)  # fmt: skip
 
 
 def make_ring(
@@ -265,7 +305,7 @@ def _register_ref(ring: Ring, mesh: Mesh | None) -> RingRef:
         ref[...] = register(ref[...])
 
     # new_ref copies, so the address is registered from inside.
-    refs = RingRef(jax.new_ref(ring.mem), jax.new_ref(ring.token), ring.spec)
-    jax.jit(store)(refs.mem)
+    ref = RingRef(jax.new_ref(ring.mem), ring.spec)
+    jax.jit(store)(ref.mem)
     jax.effects_barrier()
-    return refs
+    return ref

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -97,7 +98,8 @@ class ExpertParallel:
         ring: Ring | None,
     ) -> tuple:  # fmt: skip
         config = self.config
-        prepared = api.prepare(x, *token_args, *experts, config, num_valid)
+        rows = (a.reshape(-1, a.shape[-1]) for a in (x, *token_args))
+        prepared = api.prepare(*rows, *experts, config, num_valid)
         if ring is None:
             layer = LayerSpec(config, config.local_experts(self.num_ranks), checks=check_ids)
             return *stream.forward_over_ranks(layer, self.axis_names, prepared), None, ring
@@ -125,6 +127,10 @@ class ExpertParallel:
     ) -> tuple:  # fmt: skip
         checks.check_tokens(x, self.config)
         checks.check_weights(w_gate_up, w_down, b_gate_up, b_down, self.config, self.config.num_experts)
+        if not x.size:
+            return self._run_empty(
+                per_rank, x, token_args, route_args, w_gate_up, w_down, b_gate_up, b_down, ring, return_stats
+            )
         tokens, weight, whole = self._token_spec(x), self.weight_spec, P()
         valid = P(tuple(a for part in tokens for a in _axes(part))) if num_valid is not None else whole
         if num_valid is not None:
@@ -155,6 +161,23 @@ class ExpertParallel:
 
         y, aux, stats, ring = with_ring(ring, run, args)
         return y, ring, stream.StreamInfo(aux, stats if return_stats else None)
+
+    def _run_empty(
+        self, per_rank: Callable, x: jax.Array, token_args: Any, route_args: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any,
+        b_down: Any, ring: Ring | RingRef | None, return_stats: bool,
+    ) -> tuple:  # fmt: skip
+        """A call without tokens, as one with a masked token per shard: jaxlib 0.11 crashes on empty shard_map operands."""
+        sizes = [math.prod(self.mesh.shape[a] for a in _axes(part)) for part in tuple(self.token_spec)[: x.ndim - 1]]
+        sizes += [1] * (x.ndim - 1 - len(sizes))
+        leading = tuple(n or size for n, size in zip(x.shape, sizes, strict=False))
+        x_, token_ = jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape[x.ndim - 1 :]), a.dtype), (x, token_args))
+        valid = jnp.zeros((math.prod(sizes),), jnp.int32)
+        _, ring, info = self._run(
+            per_rank, x_, token_, route_args, w_gate_up, w_down, b_gate_up, b_down, valid, ring, return_stats
+        )
+        stats = info.stats and info.stats._replace(masked_routes=jnp.zeros_like(info.stats.masked_routes))
+        aux = jax.tree.map(lambda a: jnp.zeros((*x.shape[:-1], *a.shape[x.ndim - 1 :]), a.dtype), info.aux)
+        return jnp.zeros(x.shape, x.dtype), ring, stream.StreamInfo(aux, stats)
 
     def _place(self, values: Any, specs: Any) -> Any:
         """On Explicit meshes, reshards what is not laid out as the layer wants it."""

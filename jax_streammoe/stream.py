@@ -26,6 +26,7 @@ from .ring import Ring, RingRef, RingSpec, with_ring
 from .routing import Routed
 
 POLICIES = ("serial", "overlap", "persistent")
+TOKENS, WEIGHTS = "publish_layout: x_c", "publish_route: topk_weights"
 
 
 class StreamInfo(NamedTuple):
@@ -37,7 +38,7 @@ class StreamInfo(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ring", "mem", "token", "y", "experts", "num_valid", "routes", "layouts"],
+    data_fields=["ring", "mem", "token", "y", "experts", "num_valid", "routes", "layouts", "marks"],
     meta_fields=["spec", "gradient", "record"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Stream:
     num_valid: Any
     routes: dict[int, Any]
     layouts: dict[int, Any]
+    marks: dict[str, jax.Array]
     spec: StreamSpec
     gradient: vjp.GradientSpec
     record: bool
@@ -105,12 +107,11 @@ def publish_route(stream: Stream, chunk: Any, topk_ids: jax.Array, topk_weights:
     start = _first_token(stream, chunk)
     ids = api.name_ids(api.mask_ids(api.narrow_ids(topk_ids, config), stream.num_valid, start))
     weights = api.name_weights(topk_weights.astype(jnp.float32))
-    recorded = stream.record and isinstance(chunk, int)
     ids, weights = vjp.vary_together((ids, weights), stream.mem)
-    operand = lax.stop_gradient(weights) if recorded else vjp.no_residuals("publish_route: topk_weights", weights)
-    mem, y = ops.publish_route(stream.spec, stream.mem, stream.y, ops.as_chunk(chunk), ids, operand)
-    routes = stream.routes | {chunk: (ids, weights) if recorded else ()} if isinstance(chunk, int) else stream.routes
-    return dataclasses.replace(stream, mem=mem, y=y, routes=routes)
+    index, operand = ops.as_chunk(chunk), lax.stop_gradient(weights)
+    mem, y = ops.publish_route(stream.spec, _no_vmap(stream.mem, index, ids, operand), stream.y, index, ids, operand)
+    routes = stream.routes | {chunk: (ids, weights) if stream.record else ()} if isinstance(chunk, int) else stream.routes
+    return dataclasses.replace(stream, mem=mem, y=y, routes=routes, marks=_mark(stream, WEIGHTS, weights))
 
 
 def publish_layout(stream: Stream, chunk: Any, x: jax.Array, x_scale: jax.Array | None = None) -> Stream:
@@ -125,11 +126,10 @@ def publish_layout(stream: Stream, chunk: Any, x: jax.Array, x_scale: jax.Array 
     if x.shape != (rows, stream.spec.layer.config.hidden):
         raise ValueError(f"x_c must have shape {(rows, stream.spec.layer.config.hidden)}, got {x.shape}")
     x = vjp.vary_together(x, stream.mem)
-    recorded = stream.record and isinstance(chunk, int)
-    operand = lax.stop_gradient(x) if recorded else vjp.no_residuals("publish_layout: x_c", x)
-    mem, y = ops.publish_layout(stream.spec, stream.mem, stream.y, ops.as_chunk(chunk), operand)
-    layouts = stream.layouts | {chunk: x if recorded else ()} if isinstance(chunk, int) else stream.layouts
-    return dataclasses.replace(stream, mem=mem, y=y, layouts=layouts)
+    index, operand = ops.as_chunk(chunk), lax.stop_gradient(x)
+    mem, y = ops.publish_layout(stream.spec, _no_vmap(stream.mem, index, operand), stream.y, index, operand)
+    layouts = stream.layouts | {chunk: x if stream.record else ()} if isinstance(chunk, int) else stream.layouts
+    return dataclasses.replace(stream, mem=mem, y=y, layouts=layouts, marks=_mark(stream, TOKENS, x))
 
 
 def close_stream(
@@ -213,6 +213,9 @@ def _ring_stream(
     parts, aux = [], []
     for chunk in range(stream.num_chunks):
         start, stop = stream.chunk_bounds(chunk)
+        if start == stop and x.shape[0]:
+            stream = _publish_empty(stream, chunk)
+            continue
         x_c, args_c = jax.tree.map(lambda a, b=start, e=stop: a[b:e], (x, token_args))
         if spec.overlap and chunk:
             # The next chunk is routed after the last one is published and before the stream is closed.
@@ -226,6 +229,17 @@ def _ring_stream(
     residuals = (tokens, *(jnp.concatenate([p[n] for p in parts]) for n in (1, 2)))
     y, ring, stats = _close(stream, residuals)
     return y, _concat(aux), stats, ring
+
+
+def _publish_empty(stream: Stream, chunk: int) -> Stream:
+    """Publishes a chunk without tokens, which the plan has so that all ranks count alike; nothing is routed.
+
+    Routing no tokens would also leave residuals of size 0 behind, on which the partitioner of jaxlib 0.11.2 crashes.
+    """
+    config = stream.spec.layer.config
+    stream = publish_layout(stream, chunk, jnp.zeros((0, config.hidden), config.dtype))
+    ids, weights = jnp.zeros((0, config.top_k), jnp.int32), jnp.zeros((0, config.top_k), jnp.float32)
+    return publish_route(stream, chunk, ids, weights)
 
 
 def _ring_batch(
@@ -242,7 +256,8 @@ def forward_on_ring(spec: StreamSpec, prepared: api.Prepared, ring: Ring | RingR
 
     def run(args: api.Prepared, ring: Ring) -> tuple:
         args = vjp.vary_together(args, ring.mem)
-        mem, y, expert_rows, counts = ops.ring_forward(spec, _no_vmap(ring.mem), *lax.stop_gradient(args))
+        operands = lax.stop_gradient(args)
+        mem, y, expert_rows, counts = ops.ring_forward(spec, _no_vmap(ring.mem, *operands), *operands)
         gradient = _gradient(ring.spec, spec.layer)
         y, token = vjp.attach(gradient, api.named_y(y), *args, ring.token)
         return y, expert_rows, counts, dataclasses.replace(ring, mem=mem, token=token)
@@ -298,17 +313,26 @@ def _open(ring: Ring | RingRef, experts: Experts, spec: StreamSpec, num_valid: A
     checks.check_num_valid(num_valid)
     functional = ring.load() if isinstance(ring, RingRef) else ring
     experts = vjp.vary_together(experts, functional.mem)
-    mem, y = ops.open_stream(spec, _no_vmap(functional.mem), None, lax.stop_gradient(experts))
-    return Stream(ring, mem, functional.token, y, experts, num_valid, {}, {}, spec, _gradient(ring.spec, spec.layer), record)
+    operands = lax.stop_gradient(experts)
+    mem, y = ops.open_stream(spec, _no_vmap(functional.mem, *operands), None, operands)
+    unmarked = {} if record else {what: vjp.vary_together(jnp.zeros((), jnp.float32), mem) for what in (TOKENS, WEIGHTS)}
+    gradient = _gradient(ring.spec, spec.layer)
+    return Stream(ring, mem, functional.token, y, experts, num_valid, {}, {}, unmarked, spec, gradient, record)
+
+
+def _mark(stream: Stream, what: str, value: jax.Array) -> dict[str, jax.Array]:
+    """Remembers that an operand which is not recorded is being differentiated; closing knows whether that is an error."""
+    return stream.marks | {what: vjp.witness(stream.marks[what], value)} if stream.marks else stream.marks
 
 
 def _close(stream: Stream, residuals: tuple | None) -> tuple:
     mem, y, expert_rows, counts = ops.close_stream(stream.spec, stream.mem, stream.y, lax.stop_gradient(stream.experts))
     token = stream.token
     if residuals is None:
-        # Ties y to the experts in AD only: differentiating them raises instead of giving zeros.
+        # Ties y to them in AD only: differentiating them raises instead of giving zeros.
+        marks = [vjp.no_residuals(what, mark) for what, mark in stream.marks.items()]
         refuse = functools.partial(vjp.no_residuals, "close_stream: expert weights")
-        y = vjp.tie(y, jax.tree.map(refuse, stream.experts))
+        y = vjp.tie(y, (marks, jax.tree.map(refuse, stream.experts)))
     else:
         x, ids, weights = vjp.vary_together(residuals, mem)
         y, token = vjp.attach(stream.gradient, api.named_y(y), x, ids, weights, stream.experts, token)
@@ -424,7 +448,7 @@ def _concat(parts: list) -> Any:
 
 def _leaf(ring: Ring | RingRef) -> Any:
     """A small leaf that varies over the ring's mesh axes."""
-    return ring.token[...] if isinstance(ring, RingRef) else ring.token
+    return ring.load().token if isinstance(ring, RingRef) else ring.token
 
 
 @jax.custom_jvp
@@ -439,10 +463,10 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 @custom_vmap
-def _no_vmap(mem: jax.Array) -> jax.Array:
+def _no_vmap(mem: jax.Array, *operands: Any) -> jax.Array:
     return mem
 
 
 @_no_vmap.def_vmap
-def _(size: int, batched: Any, mem: jax.Array) -> Any:
+def _(size: int, batched: Any, mem: jax.Array, *operands: Any) -> Any:
     raise NotImplementedError(checks.RING_VMAP)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import checks, exchange, local
+from . import checks, exchange, local, ops
 from .ops import Experts, LayerSpec
 
 
@@ -33,21 +33,24 @@ def attach(
     spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns `(y, token)`; y [T, H] gets the gradient with respect to x, weights [T, K] f32 and the experts."""
-    del spec, x, ids, weights, experts
-    return y, token
+    del x, ids, weights, experts
+    return y, _token_after(spec, token, y)
 
 
 def _attach_forward(
     spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, token: jax.Array
 ) -> tuple[Any, Any]:  # fmt: skip
-    del spec
-    return (y, token), (x, ids, weights, experts)
+    token = _token_after(spec, token, y)
+    return (y, token), (x, ids, weights, experts, token)
 
 
 def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    x, ids, weights, experts = residuals
+    x, ids, weights, experts, forward_token = residuals
     dy, token = cotangents
-    dy = first_order_only(dy)
+    if _is_ordered(spec):
+        # After the forward call, and after the backward calls of later layers: ranks wait for each other in all of them.
+        token, ids = ops.after((token, ids), (forward_token,))
+    x, dy, weights, experts = first_order_only((x, dy, weights, experts))
     if spec.axis_names:
         out = exchange.backward(spec.layer, spec.axis_names, token, x, dy, ids, weights, experts)
     else:
@@ -59,10 +62,19 @@ def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tup
 attach.defvjp(_attach_forward, _attach_backward)
 
 
+def _is_ordered(spec: GradientSpec) -> bool:
+    """Whether ranks wait for each other in the calls of a ring, so that one order must hold on all of them."""
+    return bool(spec.axis_names and spec.layer.ring)
+
+
+def _token_after(spec: GradientSpec, token: jax.Array, y: jax.Array) -> jax.Array:
+    return ops.after((token,), (y,))[0] if _is_ordered(spec) else token
+
+
 @jax.custom_jvp
-def first_order_only(cotangent: jax.Array) -> jax.Array:
+def first_order_only(operands: Any) -> Any:
     """Identity that refuses to be differentiated: the layer's backward is a kernel."""
-    return cotangent
+    return operands
 
 
 @first_order_only.defjvp
@@ -82,6 +94,19 @@ def no_residuals(what: str, value: jax.Array) -> jax.Array:
 @no_residuals.defjvp
 def _(what: str, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(checks.NO_RESIDUALS.format(what=what))
+
+
+@jax.custom_jvp
+def witness(mark: jax.Array, value: jax.Array) -> jax.Array:
+    """`mark` [], which has a tangent from now on if `value` has one: it remembers that `value` is being differentiated."""
+    del value
+    return mark
+
+
+@witness.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    mark, value = tangents
+    return witness(*primals), mark + jnp.sum(value.astype(jnp.float32)) * jnp.float32(0.0)
 
 
 @jax.custom_jvp

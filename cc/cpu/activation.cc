@@ -6,13 +6,12 @@
 // Trade-off: one division per element for the logistic function instead of a reciprocal estimate with corrections.
 #include "cpu/activation.h"
 
-
 #include "cpu/convert.h"
 
 namespace streammoe::cpu {
 namespace {
 
-constexpr float kAlpha = 1.702f;                // swigluoai
+constexpr float kAlpha = 1.702f;                   // swigluoai
 constexpr float kGeluScale = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
 
@@ -112,19 +111,19 @@ STREAMMOE_INLINE Gradients backward_one(float gate, float up, float limit, float
 
 // target_clones does not apply to templates, hence one pair of plain functions per activation. The element-wise
 // arguments may alias at equal indices only, which ivdep tells the vectoriser.
-#define STREAMMOE_ACTIVATION(name, kind)                                                                    \
-  STREAMMOE_CLONES void name##_forward(float limit, int64_t n, const float* gate, const float* up, float* out) {\
-    _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i) {                                                  \
-      out[i] = forward_one<kind>(gate[i], is_gated(kind) ? up[i] : 0.0f, limit);                            \
-    }                                                                                                       \
-  }                                                                                                         \
-  STREAMMOE_CLONES void name##_backward(float limit, int64_t n, const float* gate, const float* up,         \
-                                        const float* d_a, float* d_gate, float* d_up) {                     \
-    _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i) {                                                  \
-      const Gradients d = backward_one<kind>(gate[i], is_gated(kind) ? up[i] : 0.0f, limit, d_a[i]);        \
-      d_gate[i] = d.gate;                                                                                   \
-      if constexpr (is_gated(kind)) d_up[i] = d.up;                                                         \
-    }                                                                                                       \
+#define STREAMMOE_ACTIVATION(name, kind)                                                                              \
+  STREAMMOE_CLONES void name##_forward(float limit, int64_t n, const float* gate, const float* up, float* out) {      \
+    _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i) {                                                            \
+      out[i] = forward_one<kind>(gate[i], is_gated(kind) ? up[i] : 0.0f, limit);                                      \
+    }                                                                                                                 \
+  }                                                                                                                   \
+  STREAMMOE_CLONES void name##_backward(float limit, int64_t n, const float* gate, const float* up, const float* d_a, \
+                                        float* d_gate, float* d_up) {                                                 \
+    _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i) {                                                            \
+      const Gradients d = backward_one<kind>(gate[i], is_gated(kind) ? up[i] : 0.0f, limit, d_a[i]);                  \
+      d_gate[i] = d.gate;                                                                                             \
+      if constexpr (is_gated(kind)) d_up[i] = d.up;                                                                   \
+    }                                                                                                                 \
   }
 STREAMMOE_ACTIVATION(swiglu, Activation::kSwiGLU)
 STREAMMOE_ACTIVATION(swigluoai, Activation::kSwiGLUOAI)
@@ -142,24 +141,36 @@ STREAMMOE_CLONES void exp_loop(int64_t n, const float* x, float* out) {
 
 void activate(Activation activation, float limit, int64_t n, const float* gate, const float* up, float* out) {
   switch (activation) {
-    case Activation::kSwiGLU: return swiglu_forward(limit, n, gate, up, out);
-    case Activation::kSwiGLUOAI: return swigluoai_forward(limit, n, gate, up, out);
-    case Activation::kGeGLU: return geglu_forward(limit, n, gate, up, out);
-    case Activation::kSiLU: return silu_forward(limit, n, gate, up, out);
-    case Activation::kGELU: return gelu_forward(limit, n, gate, up, out);
-    case Activation::kReLU2: return relu2_forward(limit, n, gate, up, out);
+    case Activation::kSwiGLU:
+      return swiglu_forward(limit, n, gate, up, out);
+    case Activation::kSwiGLUOAI:
+      return swigluoai_forward(limit, n, gate, up, out);
+    case Activation::kGeGLU:
+      return geglu_forward(limit, n, gate, up, out);
+    case Activation::kSiLU:
+      return silu_forward(limit, n, gate, up, out);
+    case Activation::kGELU:
+      return gelu_forward(limit, n, gate, up, out);
+    case Activation::kReLU2:
+      return relu2_forward(limit, n, gate, up, out);
   }
 }
 
 void activate_backward(Activation activation, float limit, int64_t n, const float* gate, const float* up,
                        const float* d_a, float* d_gate, float* d_up) {
   switch (activation) {
-    case Activation::kSwiGLU: return swiglu_backward(limit, n, gate, up, d_a, d_gate, d_up);
-    case Activation::kSwiGLUOAI: return swigluoai_backward(limit, n, gate, up, d_a, d_gate, d_up);
-    case Activation::kGeGLU: return geglu_backward(limit, n, gate, up, d_a, d_gate, d_up);
-    case Activation::kSiLU: return silu_backward(limit, n, gate, up, d_a, d_gate, d_up);
-    case Activation::kGELU: return gelu_backward(limit, n, gate, up, d_a, d_gate, d_up);
-    case Activation::kReLU2: return relu2_backward(limit, n, gate, up, d_a, d_gate, d_up);
+    case Activation::kSwiGLU:
+      return swiglu_backward(limit, n, gate, up, d_a, d_gate, d_up);
+    case Activation::kSwiGLUOAI:
+      return swigluoai_backward(limit, n, gate, up, d_a, d_gate, d_up);
+    case Activation::kGeGLU:
+      return geglu_backward(limit, n, gate, up, d_a, d_gate, d_up);
+    case Activation::kSiLU:
+      return silu_backward(limit, n, gate, up, d_a, d_gate, d_up);
+    case Activation::kGELU:
+      return gelu_backward(limit, n, gate, up, d_a, d_gate, d_up);
+    case Activation::kReLU2:
+      return relu2_backward(limit, n, gate, up, d_a, d_gate, d_up);
   }
 }
 

@@ -61,8 +61,14 @@ class ExpertBackward {
  public:
   ExpertBackward(const ExpertProblem& problem, const ExpertWeights& weights, const BackwardArgs& args, const Plan& plan,
                  void* dx_rows, float* d_weights, const ExpertGradients& gradients)
-      : p_(problem), weights_(weights), args_(args), plan_(plan), dx_rows_(dx_rows), d_weights_(d_weights),
-        gradients_(gradients), gated_(is_gated(problem.activation)) {}
+      : p_(problem),
+        weights_(weights),
+        args_(args),
+        plan_(plan),
+        dx_rows_(dx_rows),
+        d_weights_(d_weights),
+        gradients_(gradients),
+        gated_(is_gated(problem.activation)) {}
 
   // Everything of one expert. Its scratch is freed at the end: a backward is rare and needs much of it.
   void run(int64_t expert) {
@@ -72,7 +78,8 @@ class ExpertBackward {
     if (begin == end) return;
     init_scratch();
     const std::unique_ptr<float[]> converted(new float[static_cast<size_t>(view_floats(p_)) + 1]);
-    for (int64_t task = 0; task < view_tasks(p_); ++task) convert_view_task(p_, weights_, expert, task, converted.get());
+    for (int64_t task = 0; task < view_tasks(p_); ++task)
+      convert_view_task(p_, weights_, expert, task, converted.get());
     view_ = make_view(p_, weights_, expert, converted.get());
     for (int64_t first = begin; first < end; first += p_.block_m) {
       run_block(plan_.pairs.data() + first, std::min(p_.block_m, end - first), first == begin);

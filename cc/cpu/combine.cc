@@ -13,7 +13,7 @@
 namespace streammoe::cpu {
 namespace {
 
-constexpr int64_t kTile = 512;           // columns of the accumulator: 2 KiB
+constexpr int64_t kTile = 512;              // columns of the accumulator: 2 KiB
 constexpr int64_t kTaskElements = 1 << 16;  // elements of y per task, some tens of microseconds
 
 // std::fma is one rounding by definition; the clones with FMA compile it to the instruction.
@@ -32,8 +32,8 @@ void combine(DType dtype, int64_t hidden, int64_t top_k, int64_t num_tokens, con
       if (ids[pair] < 0 || (dropped != nullptr && dropped[pair] != 0)) continue;
       const void* row = element(dtype, rows, pair * hidden + column);
       if (dtype != DType::kF32) to_f32(dtype, row, n, wide);
-      accumulate(weights == nullptr ? 1.0f : weights[pair], dtype == DType::kF32 ? static_cast<const float*>(row) : wide,
-                 n, acc);
+      accumulate(weights == nullptr ? 1.0f : weights[pair],
+                 dtype == DType::kF32 ? static_cast<const float*>(row) : wide, n, acc);
     }
     from_f32(dtype, acc, n, element(dtype, y, token * hidden + column));
   };

@@ -64,26 +64,43 @@ STREAMMOE_CLONES void round_f16(int64_t n, float* values) {
 void to_f32(DType dtype, const void* in, int64_t n, float* out) {
   if (n <= 0) return;
   switch (dtype) {
-    case DType::kF32: std::memcpy(out, in, static_cast<size_t>(n) * sizeof(float)); return;
-    case DType::kBF16: widen_bf16(static_cast<const uint16_t*>(in), n, out); return;
-    case DType::kF16: widen_f16(static_cast<const uint16_t*>(in), n, out); return;
+    case DType::kF32:
+      std::memcpy(out, in, static_cast<size_t>(n) * sizeof(float));
+      return;
+    case DType::kBF16:
+      widen_bf16(static_cast<const uint16_t*>(in), n, out);
+      return;
+    case DType::kF16:
+      widen_f16(static_cast<const uint16_t*>(in), n, out);
+      return;
   }
 }
 
 void from_f32(DType dtype, const float* in, int64_t n, void* out) {
   if (n <= 0) return;
   switch (dtype) {
-    case DType::kF32: std::memcpy(out, in, static_cast<size_t>(n) * sizeof(float)); return;
-    case DType::kBF16: narrow_bf16(in, n, static_cast<uint16_t*>(out)); return;
-    case DType::kF16: narrow_f16(in, n, static_cast<uint16_t*>(out)); return;
+    case DType::kF32:
+      std::memcpy(out, in, static_cast<size_t>(n) * sizeof(float));
+      return;
+    case DType::kBF16:
+      narrow_bf16(in, n, static_cast<uint16_t*>(out));
+      return;
+    case DType::kF16:
+      narrow_f16(in, n, static_cast<uint16_t*>(out));
+      return;
   }
 }
 
 void round_to(DType dtype, int64_t n, float* values) {
   switch (dtype) {
-    case DType::kF32: return;
-    case DType::kBF16: round_bf16(n, values); return;
-    case DType::kF16: round_f16(n, values); return;
+    case DType::kF32:
+      return;
+    case DType::kBF16:
+      round_bf16(n, values);
+      return;
+    case DType::kF16:
+      round_f16(n, values);
+      return;
   }
 }
 

@@ -13,7 +13,7 @@
 // Hot loops are compiled for three levels of x86; with -ffp-contract=off all of them give the same bits. Sanitizers
 // instrument the resolver that picks a clone and crash in it, thus none there.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define STREAMMOE_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define STREAMMOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define STREAMMOE_CLONES
 #endif

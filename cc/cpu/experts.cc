@@ -142,7 +142,8 @@ ExpertView make_view(const ExpertProblem& problem, const ExpertWeights& weights,
   };
   const auto stride = [&](const Part& part) { return in_place ? part.matrix->row_stride : part.columns; };
   const auto& [gate, up, down, b_gate, b_up, b_down] = parts.part;
-  return {data(gate), data(up), data(down), data(b_gate), data(b_up), data(b_down), stride(gate), stride(up), stride(down)};
+  return {data(gate),   data(up),     data(down), data(b_gate), data(b_up),
+          data(b_down), stride(gate), stride(up), stride(down)};
 }
 
 void project_rows(const ExpertProblem& problem, const ExpertView& view, const float* x, int64_t count, float* gate,
@@ -181,7 +182,8 @@ void run_expert_blocks(const ExpertProblem& problem, const ExpertWeights& weight
       scratch.reset(new float[static_cast<size_t>(floats * std::min(group_size, static_cast<int64_t>(blocks.size())))]);
     }
     parallel_for(problem.threads, static_cast<int64_t>(experts.size()) * tasks, [&](int64_t t) {
-      convert_view_task(problem, weights, experts[static_cast<size_t>(t / tasks)], t % tasks, scratch.get() + t / tasks * floats);
+      convert_view_task(problem, weights, experts[static_cast<size_t>(t / tasks)], t % tasks,
+                        scratch.get() + t / tasks * floats);
     });
     parallel_for(problem.threads, static_cast<int64_t>(end - begin), [&](int64_t b) {
       const ExpertBlock& block = blocks[begin + static_cast<size_t>(b)];

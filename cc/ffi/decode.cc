@@ -75,24 +75,26 @@ namespace {
 template <class Pointer>
 Status read_tensors(const ExpertProblem& p, const ffi::AnyBuffer (&buffers)[kNumWeights], ExpertTensors<Pointer>* out) {
   const int64_t h = p.hidden, i = p.intermediate, l = p.num_experts, item = dtype_bytes(p.dtype);
-  const auto data = [&](size_t n) -> Pointer {
-    return buffers[n].element_count() == 0 ? nullptr : buffers[n].untyped_data();
+  // Absent tensors come as one element, not as none: JAX 0.11's partitioner crashes on empty arrays.
+  const auto count = [&](size_t n) -> int64_t {
+    const auto elements = static_cast<int64_t>(buffers[n].element_count());
+    return elements <= 1 ? 0 : elements;
   };
+  const auto data = [&](size_t n) -> Pointer { return count(n) == 0 ? nullptr : buffers[n].untyped_data(); };
   const auto offset = [&](Pointer base, int64_t elements) -> Pointer {
     using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const uint8_t, uint8_t>;
     return base == nullptr ? nullptr : static_cast<Byte*>(base) + elements * item;
   };
-  const bool packed = is_gated(p.activation) && buffers[1].element_count() == 0;
+  const bool packed = is_gated(p.activation) && count(1) == 0;
   const int64_t width = packed ? 2 * i : i;
   const auto expect = [&](size_t n, int64_t elements, const char* name) -> Status {
-    const auto got = static_cast<int64_t>(buffers[n].element_count());
-    if (got == elements) return {};
-    return error(Code::kInvalidArgument, "expert operand ", name, " must have ", elements, " elements, got ", got);
+    if (count(n) == elements) return {};
+    return error(Code::kInvalidArgument, "expert operand ", name, " must have ", elements, " elements, got ", count(n));
   };
   STREAMMOE_RETURN_IF_ERROR(expect(0, l * h * width, "gate"));
   STREAMMOE_RETURN_IF_ERROR(expect(1, !is_gated(p.activation) || packed ? 0 : l * h * i, "up"));
   STREAMMOE_RETURN_IF_ERROR(expect(2, l * i * h, "down"));
-  const bool biased = buffers[3].element_count() + buffers[5].element_count() != 0;
+  const bool biased = count(3) + count(5) != 0;
   if (biased) {
     STREAMMOE_RETURN_IF_ERROR(expect(3, l * width, "b_gate"));
     STREAMMOE_RETURN_IF_ERROR(expect(4, !is_gated(p.activation) || packed ? 0 : l * i, "b_up"));

@@ -1,7 +1,7 @@
 // From XLA's calls to the library's structures: attributes, buffers, errors.
 //
 // Contract: one place knows the attribute names and the order of the weight operands (gate, up, down, b_gate, b_up,
-// b_down; an absent one is an empty array). Python packs them in jax_streammoe/ffi.py with exact types: sizes are
+// b_down; an absent one is an array of one element). Python packs them in jax_streammoe/ffi.py with exact types: sizes are
 // int64, codes and flags int32. XLA headers are included in cc/ffi only.
 #pragma once
 
@@ -45,7 +45,7 @@ inline constexpr size_t kNumWeights = 6;
 
 ExpertProblem read_problem(AttrReader& attrs);
 cpu::CallSpec read_call(AttrReader& attrs);
-// Shapes follow from the problem. An empty up with a gate of width 2I is the packed [L, H, 2I] form.
+// Shapes follow from the problem. An absent up with a gate of width 2I is the packed [L, H, 2I] form.
 Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights], ExpertWeights* weights);
 Status read_gradients(const ExpertProblem& problem, const ffi::AnyBuffer (&results)[kNumWeights],
                       ExpertGradients* gradients);

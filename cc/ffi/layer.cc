@@ -4,6 +4,8 @@
 //   rows      x, ids -> one unweighted row per route  the expert half, for transports made of XLA collectives
 //   combine   rows, ids, weights -> y                 the owner's half
 //   backward  x, dy, ids, weights -> gradients per route, per weight and per expert tensor
+//   after     values, others -> values                available to the program once the others are: an ordering that XLA
+//                                                     keeps (it drops optimization_barrier before it schedules on CPU)
 //
 // Each: the library function is in cc/cpu, the implementation here reads buffers, the handler symbol binds them.
 #include <algorithm>
@@ -194,6 +196,9 @@ Status backward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy, const ffi::An
   Span span(ring, 0, ordinal, Phase::kBackward, attrs.i64("call_id"));
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
+  for (const auto& result : results) {  // of an absent tensor: nobody else writes it
+    if (result.element_count() <= 1) std::memset(result.untyped_data(), 0, result.size_bytes());
+  }
   ExpertGradients gradients;
   STREAMMOE_RETURN_IF_ERROR(read_gradients(p, results, &gradients));
   cpu::BackwardArgs args;
@@ -246,13 +251,27 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl,
                            .Ret<ffi::AnyBuffer>()   // d_b_up
                            .Ret<ffi::AnyBuffer>());  // d_b_down
 
+ffi::Error after_impl(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  for (size_t n = 0; n < rets.size(); ++n) {
+    const auto in = args.get<ffi::AnyBuffer>(n);
+    auto out = rets.get<ffi::AnyBuffer>(n);
+    if (in.has_error()) return in.error();
+    if (out.has_error()) return out.error();
+    void* const to = (*out)->untyped_data();
+    if (to != in->untyped_data()) std::memcpy(to, in->untyped_data(), in->size_bytes());
+  }
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kAfter, after_impl, ffi::Ffi::Bind().RemainingArgs().RemainingRets());  // values, others -> values
+
 }  // namespace
 
 std::vector<std::pair<const char*, void*>> layer_handlers() {
   return {{"forward", reinterpret_cast<void*>(+kForward)},
           {"rows", reinterpret_cast<void*>(+kRows)},
           {"combine", reinterpret_cast<void*>(+kCombine)},
-          {"backward", reinterpret_cast<void*>(+kBackward)}};
+          {"backward", reinterpret_cast<void*>(+kBackward)},
+          {"after", reinterpret_cast<void*>(+kAfter)}};
 }
 
 }  // namespace streammoe::ffi_glue
