@@ -152,10 +152,15 @@ class ExpertParallel:
             (tokens, tokens, whole, weight, valid),
         )
 
+        # A ring varies over every axis, so the results of axes that hold copies look as if they varied too.
+        copies = set(self.mesh.axis_names) - set(token_axes) - set(self.axis_names)
+        check_vma = self.check_vma and not (copies and ring is not None)
+
         def run(args: Any, ring: Ring | None) -> tuple:
+            ring = None if ring is None else self._place((ring,), (self.ring_spec,))[0]
             specs = (tokens, tokens, whole, weight, valid, self.ring_spec)
             out_specs = (tokens, tokens, stats_spec, self.ring_spec)
-            return jax.shard_map(rank, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=self.check_vma)(
+            return jax.shard_map(rank, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)(
                 *args, ring
             )
 

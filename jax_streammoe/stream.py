@@ -219,7 +219,7 @@ def _ring_stream(
         x_c, args_c = jax.tree.map(lambda a, b=start, e=stop: a[b:e], (x, token_args))
         if spec.overlap and chunk:
             # The next chunk is routed after the last one is published and before the stream is closed.
-            x_c = _sequence(x_c, stream.mem)
+            x_c = _sequence(x_c, _published(stream.mem))
         routed = _route(route, x_c, args_c, route_args)
         stream = publish_layout(stream, chunk, x_c if routed.x is None else routed.x)
         stream = publish_route(stream, chunk, routed.ids, routed.weights)
@@ -451,10 +451,18 @@ def _leaf(ring: Ring | RingRef) -> Any:
     return ring.load().token if isinstance(ring, RingRef) else ring.token
 
 
+def _published(mem: jax.Array) -> jax.Array:
+    """A scalar that exists once `mem` does.
+
+    It is named like y: what a remat policy makes the backward compute again waits for the saved scalar, not for the ring.
+    """
+    return api.named_y(ops.after((vjp.vary_together(jnp.zeros((), jnp.float32), mem),), (mem,))[0])
+
+
 @jax.custom_jvp
-def _sequence(x: jax.Array, mem: jax.Array) -> jax.Array:
-    """x, available to the program only after `mem`."""
-    return lax.optimization_barrier((x, mem))[0]
+def _sequence(x: jax.Array, published: jax.Array) -> jax.Array:
+    """x, available to the program only after `published`."""
+    return ops.after((x,), (published,))[0]
 
 
 @_sequence.defjvp

@@ -62,8 +62,8 @@ def _draw(events: Sequence[Event], path: pathlib.Path) -> pathlib.Path:
                 if (e.group, e.rank) != rank or e.phase not in phases:
                     continue
                 begin, width = (e.begin_s - origin) * 1e3, (e.end_s - e.begin_s) * 1e3
-                y, style = 2 * row + side, {"color": COLOURS[e.phase], "zorder": _order(e)}
-                axes.broken_barh([(begin, width)], (y - 0.4, 0.8), **style)
+                y = 2 * row + side
+                axes.broken_barh([(begin, width)], (y - 0.4, 0.8), color=COLOURS[e.phase], zorder=_order(e))
                 if e.phase in ("produce", "experts") and width >= legible:
                     text = str(e.chunk) if e.chunk == e.last_chunk else f"{e.chunk}-{e.last_chunk}"
                     axes.text(begin + width / 2, y, text, ha="center", va="center", color="white", zorder=9)
