@@ -10,6 +10,9 @@
 #include <stdexcept>
 
 #include "cpu/threads.h"
+#ifdef STREAMMOE_WITH_CUDA
+#include "ffi/cuda_layer.h"
+#endif
 #include "ffi/layer.h"
 #include "ffi/ring.h"
 #include "host/events.h"
@@ -59,6 +62,27 @@ nb::dict handlers() {
     for (const auto& [name, address] : table) d[name] = nb::capsule(address, "xla._CUSTOM_CALL_TARGET");
   }
   return d;
+}
+
+// CUDA handlers as name -> {stage -> capsule}; empty in a build without CUDA.
+nb::dict cuda_handlers() {
+  nb::dict d;
+#ifdef STREAMMOE_WITH_CUDA
+  for (const auto& handler : ffi_glue::cuda_layer_handlers()) {
+    if (!d.contains(handler.name)) d[handler.name] = nb::dict();
+    nb::cast<nb::dict>(d[handler.name])[handler.stage] = nb::capsule(handler.address, "xla._CUSTOM_CALL_TARGET");
+  }
+#endif
+  return d;
+}
+
+int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
+#ifdef STREAMMOE_WITH_CUDA
+  return ffi_glue::cuda_forward_bytes(num_tokens, top_k, hidden, intermediate, num_experts);
+#else
+  (void)num_tokens, (void)top_k, (void)hidden, (void)intermediate, (void)num_experts;
+  throw std::runtime_error("jax_streammoe was built without CUDA");
+#endif
 }
 
 // members: (device ordinal, group, rank) of the ranks that run in this process.
@@ -137,6 +161,9 @@ NB_MODULE(_jax_streammoe, m) {
   m.attr("WITH_CUDA") = false;
 #endif
   m.def("cpu_handlers", &handlers);
+  m.def("cuda_handlers", &cuda_handlers);
+  m.def("cuda_forward_bytes", &cuda_forward_bytes, nb::arg("num_tokens"), nb::arg("top_k"), nb::arg("hidden"),
+        nb::arg("intermediate"), nb::arg("num_experts"));
   m.def("default_threads", &cpu::default_threads);
   m.def("ring_layout", &layout_dict, nb::arg("shape"));
   m.def("next_generation", [](const std::string& name) { return Registry::get().next_generation(name); }, nb::arg("name"));

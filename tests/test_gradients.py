@@ -35,7 +35,7 @@ def loss_of(problem):
 @pytest.mark.core
 @pytest.mark.parametrize("activation", ["swiglu", "swigluoai", "geglu", "silu", "gelu", "relu2"])
 def test_against_finite_differences(rng, activation):
-    """The forward is the library's own f32 one, summed in float64, along random directions: nothing here knows its formula."""
+    """Along random directions, of the library's own forward: nothing here knows its formula."""
     problem = oracle.make_problem(rng, **F32, activation=activation, use_bias=True, masked=0.2, duplicates=True)
     grads = run("moe", problem).grads
     for name in grads:
@@ -54,7 +54,7 @@ def test_against_finite_differences(rng, activation):
         slopes = [(value(s) - value(-s)) / (2 * s) for s in (h, h / 2)]
         numeric = (4 * slopes[1] - slopes[0]) / 3
         scale = np.sqrt(np.sum(grads[name].astype(np.float64) ** 2))  # of a random direction's derivative
-        assert abs(got - numeric) < 2e-3 * scale, (name, got, numeric, scale)
+        assert abs(got - numeric) < 1e-4 * scale, (name, got, numeric, scale)
         assert scale > 1
 
 
@@ -167,8 +167,7 @@ def test_remat_changes_no_bit_and_runs_the_experts_as_often_as_it_must(rng):
     for name, policy in (("none", None), ("nothing", "nothing"), ("names", sm.checkpoint_policy())):
         args = ("moe", problem.config, policy, False, problem.x, None, stacks, ids, problem.dy)
         results[name] = stack_step(*args)
-        text = stack_step.lower(*args).compile().as_text()
-        calls[name] = text.count('custom_call_target="streammoe_forward_v1"')
+        calls[name] = stack_step.lower(*args).as_text().count("@streammoe_forward_v1")
     assert_same_bits(results["nothing"], results["none"])
     assert_same_bits(results["names"], results["none"])
     assert calls == {"none": 2, "nothing": 4, "names": 2}
@@ -204,13 +203,14 @@ def test_gradient_accumulation_in_a_scan(rng, how):
     for name in weights:
         want = functools.reduce(np.add, (r.grads[name] for r in each), np.zeros_like(weights[name]))
         assert_same_bits(total[name], want, name)
-    np.testing.assert_allclose(values, [np.vdot(r.y, p.dy) for r, p in zip(each, batches, strict=True)], rtol=1e-4, atol=1e-3)
+    losses = [np.vdot(r.y, p.dy) for r, p in zip(each, batches, strict=True)]
+    np.testing.assert_allclose(values, losses, rtol=1e-4, atol=1e-3)
     if ring is not None:
         sm.close_ring(ring)
 
 
 @pytest.mark.core
-@each_how
+@pytest.mark.parametrize("how", ["moe", "overlap"])
 def test_the_gradient_reaches_the_router(rng, how):
     problem = oracle.make_problem(rng, **F32)
     config, w_router = problem.config, rng.standard_normal((40, 6)).astype(np.float32) / np.sqrt(np.float32(40))

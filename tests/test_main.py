@@ -1,4 +1,4 @@
-"""`python -m jax_streammoe`: exit statuses, one-line errors, files, and that the demonstration judges what it claims to.
+"""`python -m jax_streammoe`: exit statuses, one-line errors, files, and that the demonstration judges what it says.
 
 The demonstration runs in processes of its own, because it chooses the number of devices; its pure parts (text, entropy,
 verdict on equal bits, targets, records) are tested here directly.
@@ -48,9 +48,10 @@ def assert_trace(folder: pathlib.Path, num_ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.core)])
-def test_demo_learns_checks_and_writes(tmp_path, devices):
-    done = run("demo", "--steps", "15", "--devices", str(devices), cwd=tmp_path)
+@pytest.mark.core
+def test_demo_learns_checks_and_writes(tmp_path):
+    devices = 4  # the default
+    done = run("demo", "--steps", "15", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     loss, entropy = (float(done.stdout.split(words)[1].split()[0]) for words in ("held-out loss ", "of the text "))
@@ -66,10 +67,10 @@ def test_demo_learns_checks_and_writes(tmp_path, devices):
 def test_demo_says_when_it_learned_too_little(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(np.random.default_rng(0).integers(0, 256, data.MIN_BYTES, np.uint8).tobytes())
-    done = run("--steps", "2", "--devices", "2", "--text", str(text), "--out", "here", cwd=tmp_path)
+    done = run("--steps", "2", "--devices", "1", "--text", str(text), "--out", "here", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "learned too little in 2 steps" in done.stdout
-    assert_trace(tmp_path / "here", 2)  # written before the verdict
+    assert_trace(tmp_path / "here", 1)  # written before the verdict
 
 
 @pytest.mark.slow
@@ -79,7 +80,8 @@ def test_trace_command_and_interrupt(tmp_path):
     assert_trace(tmp_path / "t", 2)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     out = (tmp_path / "log").open("w+")
-    process = subprocess.Popen(command("--steps", "100000", "--devices", "2"), cwd=tmp_path, env=env, stdout=out, stderr=out)
+    endless = command("--steps", "100000", "--devices", "2")
+    process = subprocess.Popen(endless, cwd=tmp_path, env=env, stdout=out, stderr=out)
     try:
         deadline = time.monotonic() + 120
         while "bytes;" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
@@ -100,10 +102,9 @@ def test_doctor_prints_every_finding(capsys):
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
     findings = sm.doctor()
-    assert len(findings) >= 7
+    assert {"python", "jax", "jaxlib", "CPU backend", "CUDA backend"} <= {f.what for f in findings}
     for finding in findings:
         assert finding.what in printed
-    assert jnp.__name__.split(".")[0] in {f.what for f in findings}
     assert f"jax_streammoe {sm.__version__}" in printed
     assert next(f for f in findings if f.what == "CPU backend").ok
 
@@ -160,7 +161,8 @@ def test_interrupt_is_status_130(monkeypatch, capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jax_streammoe.doctor.doctor", interrupted)
+    module = sys.modules["jax_streammoe.doctor"]  # in the package, the name is the function
+    monkeypatch.setattr(module, "doctor", interrupted)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -1,4 +1,4 @@
-"""Values of the layer against the float64 oracle: activations, dtypes, sizes, layouts of the arguments, argument errors."""
+"""Values of the layer against the float64 oracle: activations, dtypes, sizes, layouts and errors of the arguments."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ each_how = pytest.mark.parametrize("how", HOWS)
 each_activation = pytest.mark.parametrize(("activation", "limit"), ACTIVATIONS)
 
 
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def moe(*args, **options):
     return sm.moe(*args, **options)
@@ -52,7 +56,9 @@ def test_values_and_gradients(rng, dtype, use_bias, activation, limit):
 @each_activation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_streams_give_the_same_bits(rng, dtype, activation, limit):
-    problem = oracle.make_problem(rng, **SIZES, dtype=dtype, activation=activation, limit=limit, use_bias=True, masked=0.1)
+    problem = oracle.make_problem(
+        rng, **SIZES, dtype=dtype, activation=activation, limit=limit, use_bias=True, masked=0.1
+    )
     want = run("moe", problem)
     for how in ("serial", "overlap"):
         assert_same_bits(run(how, problem), want, how)
@@ -90,19 +96,21 @@ def test_clamp_of_swiglu(rng, limit):
         (3, 16, 16, 64, 8, 8),
     ],
 )
-def test_sizes(rng, dtype, T, H, I, E, K, block_m):  # noqa: N803
+def test_sizes(rng, dtype, T, H, I, E, K, block_m):
     check("moe", oracle.make_problem(rng, T=T, H=H, I=I, E=E, K=K, block_m=block_m, dtype=dtype))
 
 
 @each_how
 @pytest.mark.parametrize(("H", "I"), [(2880, 64), (64, 2880)])
-def test_wide_sizes_that_are_no_power_of_two(rng, how, H, I):  # noqa: N803
+def test_wide_sizes_that_are_no_power_of_two(rng, how, H, I):
     sizes = {"T": 9, "H": H, "I": I, "E": 3, "K": 2, "block_m": 8}
     check(how, oracle.make_problem(rng, **sizes, dtype=jnp.float32))
     check(how, oracle.make_problem(rng, **sizes, dtype=jnp.bfloat16), grad=False)
 
 
-@pytest.mark.parametrize(("name", "value"), [("hidden", 12), ("hidden", 2881), ("intermediate", 4), ("intermediate", 100)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden", 12), ("hidden", 2881), ("intermediate", 4), ("intermediate", 100)]
+)
 def test_sizes_outside_are_refused(name, value):
     sizes = {"hidden": 16, "intermediate": 16} | {name: value}
     with pytest.raises(ValueError, match=f"{name} must be a multiple of 8, got {value}"):
@@ -120,7 +128,8 @@ def test_block_m_changes_no_value_beyond_rounding(rng, block_m):
 def test_packed_and_split_weights_give_the_same_bits(rng, how, dtype):
     problem = oracle.make_problem(rng, **SIZES, dtype=dtype, use_bias=True, activation="swigluoai", masked=0.1)
     inner = problem.config.intermediate
-    halves = {n: (getattr(problem, n)[..., :inner], getattr(problem, n)[..., inner:]) for n in ("w_gate_up", "b_gate_up")}
+    arrays = {n: getattr(problem, n) for n in ("w_gate_up", "b_gate_up")}
+    halves = {n: (a[..., :inner], a[..., inner:]) for n, a in arrays.items()}
     packed, split = run(how, problem), run_split(problem, halves)
     assert_same_bits(split[0], packed.y)
     for name in halves:
@@ -221,14 +230,14 @@ def test_statistics_without_and_with_the_flag(rng):
 @pytest.mark.parametrize(
     ("changes", "kind", "text"),
     [
-        ({"x": np.zeros((22, 48), np.float32)}, ValueError, r"x must be float32 of shape \(\.\.\., 40\), got float32 \(22, 48\)"),
-        ({"x": np.zeros((22, 40), np.float16)}, TypeError, r"x must be float32 of shape .*, got float16 \(22, 40\)"),
-        ({"topk_ids": np.zeros((21, 3), np.int32)}, ValueError, r"topk_ids must be int32 of shape \(22, 3\), got int32 \(21, 3\)"),
-        ({"topk_weights": np.zeros((22, 2), np.float32)}, ValueError, r"topk_weights must be .*\(22, 3\), got float32 \(22, 2\)"),
-        ({"topk_weights": np.zeros((22, 3), np.float16)}, TypeError, r"topk_weights must be .*, got float16"),
-        ({"w_gate_up": np.zeros((6, 40, 24), np.float32)}, ValueError, r"w_gate_up must be .*\(6, 40, 48\), got float32 \(6, 40, 24\)"),
-        ({"w_down": np.zeros((3, 24, 40), np.float32)}, ValueError, r"w_down must be .*\(6, 24, 40\), got float32 \(3, 24, 40\)"),
-        ({"b_down": np.zeros((6, 40), np.float32)}, ValueError, "b_down must be None when config.use_bias is False"),
+        ({"x": zeros(22, 48)}, ValueError, r"x must be float32 of shape \(\.\.\., 40\), got float32 \(22, 48\)"),
+        ({"x": zeros(22, 40, dtype=np.float16)}, TypeError, r"x must be float32 of shape .*, got float16 \(22, 40\)"),
+        ({"topk_ids": zeros(21, 3, dtype=np.int32)}, ValueError, r"topk_ids must be .*\(22, 3\), got int32 \(21, 3\)"),
+        ({"topk_weights": zeros(22, 2)}, ValueError, r"topk_weights must be .*\(22, 3\), got float32 \(22, 2\)"),
+        ({"topk_weights": zeros(22, 3, dtype=np.float16)}, TypeError, r"topk_weights must be .*, got float16"),
+        ({"w_gate_up": zeros(6, 40, 24)}, ValueError, r"w_gate_up must be .*\(6, 40, 48\), got float32 \(6, 40, 24\)"),
+        ({"w_down": zeros(3, 24, 40)}, ValueError, r"w_down must be .*\(6, 24, 40\), got float32 \(3, 24, 40\)"),
+        ({"b_down": zeros(6, 40)}, ValueError, "b_down must be None when config.use_bias is False"),
         ({"num_valid": 3.5}, TypeError, "num_valid must be an int, got 3.5"),
         ({"config": None}, TypeError, "config must be an MoEConfig, got NoneType"),
     ],

@@ -305,7 +305,7 @@ def test_a_failed_ref_ring_raises_on_every_further_call(p, name):
     state = sm.inspect(ring)
     assert "experts" in state.failure and "failed: " in str(state)
     assert state.ranks == []  # freed with the call: reading it would be reading somebody else's memory
-    with pytest.raises(RuntimeError, match=r"is unusable, call make_ring again on all ranks; it failed with: .*experts"):
+    with pytest.raises(RuntimeError, match=r"is unusable, call make_ring again on all ranks.*experts"):
         ring.check()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Array has been deleted"):  # JAX's text: the Ref lost its memory

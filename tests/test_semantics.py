@@ -142,7 +142,8 @@ def test_int64_ids_are_checked_before_they_are_narrowed(rng, how):
 @pytest.mark.parametrize("dtype", [np.int16, np.uint32, np.float32, np.bool_])
 def test_other_id_dtypes_are_a_type_error(rng, dtype):
     problem = oracle.make_problem(rng, **F32)
-    with pytest.raises(TypeError, match=rf"topk_ids must be int32 of shape \(22, 3\), got {np.dtype(dtype).name} \(22, 3\)"):
+    text = rf"topk_ids must be int32 of shape \(22, 3\), got {np.dtype(dtype).name} \(22, 3\)"
+    with pytest.raises(TypeError, match=text):
         sm.moe(problem.x, problem.topk_ids.astype(dtype), *problem.args[2:], **problem.kwargs)
 
 

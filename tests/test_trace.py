@@ -92,7 +92,8 @@ def test_the_order_of_the_protocol_shows(recorded, num_ranks, policy):
         assert of(events, "experts", rank)[-1].end_s <= of(events, "combine", rank)[0].begin_s
     if policy == "overlap":  # in "serial" a dispatch runs inside the publication that makes its wave complete
         for e in of(events, "dispatch"):
-            published = [p for half in ("publish_route", "publish_layout") for p in of(events, half) if p.chunk == e.chunk]
+            halves = of(events, "publish_route") + of(events, "publish_layout")
+            published = [p for p in halves if p.chunk == e.chunk]
             assert len(published) == 2 * num_ranks
             assert max(p.begin_s for p in published) <= e.end_s
 

@@ -1,8 +1,8 @@
 """The layer by every way in on one device, behind one function: values, statistics and gradients of a problem.
 
-Contract: `run(how, problem)` computes what `oracle.forward` and `oracle.backward` describe, as NumPy arrays. `HOWS` are the
-batch-ready call and a stream on a small ring, serial and overlapped: chunks of C = 8 tokens and S = 3 slots, so that
-the usual 22 tokens are two full chunks and a partial one, and more than 24 tokens wrap the ring.
+Contract: `run(how, problem)` computes what `oracle.forward` and `oracle.backward` describe, as NumPy arrays. `HOWS` are
+the batch-ready call and a stream on a small ring, serial and overlapped: chunks of C = 8 tokens and S = 3 slots, so
+that the usual 22 tokens are two full chunks and a partial one, and more than 24 tokens wrap the ring.
 """
 
 from __future__ import annotations
