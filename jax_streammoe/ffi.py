@@ -76,6 +76,8 @@ def target(name: str) -> str:
 
 for _name, _capsule in compiled.cpu_handlers().items():
     jax.ffi.register_ffi_target(target(_name), _capsule, platform="cpu")
+for _name, _stages in compiled.cuda_handlers().items():
+    jax.ffi.register_ffi_target(target(_name), _stages, platform="CUDA")
 
 
 def problem_attributes(config: MoEConfig, *, num_local_experts: int, threads: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from . import ops
+from . import cuda, ffi, ops
 from .ops import Experts, LayerSpec
 
 
@@ -46,7 +46,7 @@ def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax
 @functools.lru_cache(maxsize=None)
 def _forward(spec: LayerSpec) -> Callable[..., tuple]:
     def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        y, expert_rows, counts = ops.forward(spec, *map(_rows, (x, ids, weights)), experts)  # type: ignore[arg-type]
+        y, expert_rows, counts = _on_platform(_forward_cpu, _forward_cuda, spec, *map(_rows, (x, ids, weights)), *experts)
         return y.reshape(x.shape), expert_rows, counts
 
     partitioned = _partitioned(call, spec, token_args=range(3), token_results=(True, False, False))
@@ -72,9 +72,7 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
 def _backward(spec: LayerSpec) -> Callable[..., tuple]:
     def call(token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
         rows = map(_rows, (x, dy, ids, weights))
-        token, dx_rows, d_weights, d_experts = ops.backward(spec, token, *rows, experts)  # type: ignore[arg-type]
-        # A route dropped by capacity has a zero row, so it needs no flag here.
-        dx = combine_gradient(spec, dx_rows, _owned(spec, _rows(ids)))
+        token, dx, d_weights, *d_experts = _on_platform(_backward_cpu, _backward_cuda, spec, token, *rows, *experts)
         return token, dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
 
     partitioned = _partitioned(call, spec, token_args=range(1, 5), token_results=(None, True, True) + (False,) * 6)
@@ -89,6 +87,36 @@ def _backward(spec: LayerSpec) -> Callable[..., tuple]:
         return _walk(run, batched, args), (True,) * 9
 
     return run
+
+
+def _on_platform(cpu: Callable[..., tuple], cuda: Callable[..., tuple], spec: LayerSpec, *args: jax.Array) -> tuple:
+    """The platform's own call; without CUDA in the build there is nothing to choose."""
+    if not ffi.compiled.WITH_CUDA:
+        return cpu(spec, *args)
+    return lax.platform_dependent(*args, cpu=functools.partial(cpu, spec), cuda=functools.partial(cuda, spec))
+
+
+def _forward_cpu(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+    return ops.forward(spec, x, ids, weights, experts)  # type: ignore[arg-type]
+
+
+def _forward_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+    return cuda.forward(spec, x, ids, weights, experts), *_count(spec, ids)  # type: ignore[arg-type]
+
+
+def _backward_cpu(
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
+) -> tuple:
+    token, dx_rows, d_weights, d_experts = ops.backward(spec, token, x, dy, ids, weights, experts)  # type: ignore[arg-type]
+    # A route dropped by capacity has a zero row, so it needs no flag here.
+    return token, combine_gradient(spec, dx_rows, _owned(spec, ids)), d_weights, *d_experts
+
+
+def _backward_cuda(
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
+) -> tuple:
+    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts)  # type: ignore[arg-type]
+    return token, dx, d_weights, *d_experts
 
 
 def _owned(spec: LayerSpec, ids: jax.Array) -> jax.Array:
@@ -112,14 +140,15 @@ def _walk(run: Callable[..., Any], batched: Sequence[bool], args: Sequence[jax.A
 
 
 def _count(spec: LayerSpec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Statistics of ids [..., K] as the handler would count them, dropless."""
+    """Statistics of ids [..., K] as the CPU handler counts them."""
     valid = _owned(spec, ids)
     experts = jnp.arange(spec.num_local_experts, dtype=jnp.int32).reshape(*(1,) * ids.ndim, -1)
     # A comparison and not a scatter: JAX's scatter does not know Explicit axes.
     rows = jnp.sum(valid[..., None] == experts, axis=tuple(range(ids.ndim)), dtype=jnp.int32)
     masked = jnp.sum(ids == -1, dtype=jnp.int32)
     invalid = jnp.sum(valid < 0, dtype=jnp.int32) - masked
-    return rows, jnp.stack([jnp.zeros((), jnp.int32), invalid, masked])
+    kept = rows if spec.config.capacity is None else jnp.minimum(rows, spec.config.capacity)
+    return kept, jnp.stack([jnp.sum(rows - kept, dtype=jnp.int32), invalid, masked])
 
 
 def _partitioned(

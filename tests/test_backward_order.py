@@ -1,8 +1,8 @@
 """Backward calls over ranks run in exact reverse order on every rank, after the last forward call.
 
 Ranks wait for each other inside a backward, so another order on one of them is a deadlock. Each layer has a ring of its
-own here, because an event of the timeline names the ring; `chunk` is -1 and `rank` is the device. `trace` sees what ran, not
-what was asked for. A loss whose cotangent does not depend on the forward is the hard case: only the token orders it.
+own here, because an event of the timeline names the ring; its `rank` is the device. `trace` sees what ran, not what was
+asked for. A loss whose cotangent does not depend on the forward is the hard case: only the token orders it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def problem_of(rng):
 
 
 def rings_of(problem, mesh, count):
-    return [sm.make_ring(problem.config, chunk_tokens=4, num_slots=2, mesh=mesh, name=next(names), timeout_s=20) for _ in range(count)]
+    return [
+        sm.make_ring(problem.config, chunk_tokens=4, num_slots=2, mesh=mesh, name=next(names), timeout_s=20)
+        for _ in range(count)
+    ]
 
 
 def layer_of(ep, problem):

@@ -176,9 +176,11 @@ def test_ranks_of_different_plans_are_told_both(rng):
 
         return jax.lax.cond(jax.lax.axis_index("ep") == 0, call(4), call(2), ring)
 
-    program = jax.shard_map(rank, mesh=layer.mesh, in_specs=(tokens,) * 3 + (experts,) * 2 + (tokens,), out_specs=tokens)
+    program = jax.shard_map(
+        rank, mesh=layer.mesh, in_specs=(tokens,) * 3 + (experts,) * 2 + (tokens,), out_specs=tokens
+    )
     ring = sm.make_ring(config, mesh=layer.mesh, chunk_tokens=8, num_slots=2, name=layer.name, timeout_s=5)
-    with pytest.raises((RuntimeError, ValueError), match="disagree about the (routing|layout) of chunk 0") as error:
+    with pytest.raises((RuntimeError, ValueError), match=r"disagree about the (routing|layout) of chunk 0") as error:
         jax.block_until_ready(jax.jit(program, donate_argnums=5)(*problem.args, ring))
     assert "all ranks must run the same calls on the ring, in the same order" in str(error.value)
     assert re.search(r"\(sequence, call, chunk, plan\) wanted \(1, 0, 0, \d+\), got \(1, 0, 0, \d+\)", str(error.value))

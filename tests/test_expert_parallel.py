@@ -53,7 +53,8 @@ def set_mesh(mesh, wanted):
 
 def lay_like(ep, value, like):
     """On an Explicit mesh two operands of a product must lie alike."""
-    return jax.sharding.reshard(value, jax.typeof(like).sharding) if ep.mesh.axis_types[0] == AxisType.Explicit else value
+    is_explicit = ep.mesh.axis_types[0] == AxisType.Explicit
+    return jax.sharding.reshard(value, jax.typeof(like).sharding) if is_explicit else value
 
 
 def gradients(ep):
@@ -107,13 +108,19 @@ def place(ep, problem, how):
 
 
 CASES = [
-    ("ep", "sharded", AxisType.Auto, False, True), ("ep", "uncommitted", AxisType.Auto, True, False),
-    ("ep", "sharded", AxisType.Explicit, True, True), ("ep", "uncommitted", AxisType.Explicit, False, True),
-    ("data_ep", "fsdp", AxisType.Auto, False, True), ("data_ep", "replicated", AxisType.Explicit, True, True),
-    ("data_ep", "fsdp", AxisType.Explicit, False, False), ("data_ep_model", "sharded", AxisType.Auto, True, True),
-    ("data_ep_model", "replicated", AxisType.Explicit, False, True), ("data_ep_model", "sharded", AxisType.Auto, False, False),
-    ("ep_of_two_axes", "sharded", AxisType.Auto, False, True), ("ep_of_two_axes", "sharded", AxisType.Explicit, True, True),
-]  # fmt: skip
+    ("ep", "sharded", AxisType.Auto, False, True),
+    ("ep", "uncommitted", AxisType.Auto, True, False),
+    ("ep", "sharded", AxisType.Explicit, True, True),
+    ("ep", "uncommitted", AxisType.Explicit, False, True),
+    ("data_ep", "fsdp", AxisType.Auto, False, True),
+    ("data_ep", "replicated", AxisType.Explicit, True, True),
+    ("data_ep", "fsdp", AxisType.Explicit, False, False),
+    ("data_ep_model", "sharded", AxisType.Auto, True, True),
+    ("data_ep_model", "replicated", AxisType.Explicit, False, True),
+    ("data_ep_model", "sharded", AxisType.Auto, False, False),
+    ("ep_of_two_axes", "sharded", AxisType.Auto, False, True),
+    ("ep_of_two_axes", "sharded", AxisType.Explicit, True, True),
+]
 
 
 @pytest.mark.parametrize(("mesh", "how", "axis_type", "in_set_mesh", "check_vma"), CASES)
@@ -201,7 +208,9 @@ def test_stream_with_a_router_on_batches_of_sequences(rng, lies, axis_type):
         (_, (y, _)), got = jax.block_until_ready(run(x, w_router, experts, ring))
     # A router's product has other rows per call here, so its bits may differ: close, not equal.
     oracle.assert_close("y", y, np.asarray(want_y, np.float64), jnp.float32, 64)
-    for what, a, b in zip(("x", "w_router", "w_gate_up", "w_down"), jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for what, a, b in zip(
+        ("x", "w_router", "w_gate_up", "w_down"), jax.tree.leaves(got), jax.tree.leaves(want), strict=True
+    ):
         oracle.assert_close(what, a, np.asarray(b, np.float64), jnp.float32, 64)
 
 
@@ -209,7 +218,11 @@ def test_weight_gradients_do_not_depend_on_chunks_and_slots(rng):
     problem = problem_of(rng, T=64)
     ep = sm.expert_parallel(problem.config, mesh=mesh_of({"ep": 4}))
     results = []
-    for options in ({"chunk_tokens": 16, "num_slots": 1}, {"chunk_tokens": 4, "num_slots": 4}, {"chunk_tokens": 3, "num_slots": 6}):
+    for options in (
+        {"chunk_tokens": 16, "num_slots": 1},
+        {"chunk_tokens": 4, "num_slots": 4},
+        {"chunk_tokens": 3, "num_slots": 6},
+    ):
 
         def loss(experts, ring):
             args = (problem.topk_ids, problem.topk_weights)
@@ -265,7 +278,7 @@ def test_ring_in_place_and_nothing_gathered(rng, call):
     problem = problem_of(rng)
     ep = sm.expert_parallel(problem.config, mesh=mesh_of({"data": 2, "ep": 2}), token_spec=P(("data", "ep")))
     args = place(ep, problem, "sharded")
-    x, ids, weights, experts, dy = args
+    x, ids, weights, experts, _ = args
     with ring_of(ep) as ring:
         if call == "moe":
             jitted, args = jax.jit(ep.moe, donate_argnames="ring"), (x, ids, weights, *experts[:2])
@@ -283,7 +296,8 @@ def test_ring_in_place_and_nothing_gathered(rng, call):
         sm.check_program(jitted, *args, **kwargs)
         text = jitted.lower(*args, **kwargs).compile().as_text()
         assert "streammoe_" in text and "all-gather" not in text
-        assert ("all-reduce" in text) == (call == "gradient")  # expert gradients are summed over data, tokens move by the ring
+        # Expert gradients are summed over data; tokens move by the ring.
+        assert ("all-reduce" in text) == (call == "gradient")
         jax.block_until_ready(jitted(*args, **kwargs))
 
 
@@ -295,7 +309,9 @@ def test_stream_moe_in_a_users_shard_map(rng, check_vma):
     tokens, experts, whole = P(("data", "ep")), P("ep"), P(("data", "ep"))
 
     def rank(x, ids, weights, w1, w2, ring):
-        y, ring, _ = sm.stream_moe(x, ranks.given, w1, w2, ring=ring, config=problem.config, token_args=(ids, weights), chunks=2)
+        y, ring, _ = sm.stream_moe(
+            x, ranks.given, w1, w2, ring=ring, config=problem.config, token_args=(ids, weights), chunks=2
+        )
         return y, ring
 
     layer = jax.shard_map(
@@ -333,13 +349,14 @@ def test_what_is_wrong_is_said(rng):
     odd = (x[:22], ids[:22], weights[:22])
     errors += [
         (lambda: call(ep, *odd), "x: dimension 0 of (22, 16) must be a multiple of 4, mesh axes ('ep',)"),
-        (lambda: call(num_valid=jnp.int32(3)), "num_valid must be int32 of shape (4,), one count per token shard, got int32 ()"),
+        (lambda: call(num_valid=jnp.int32(3)), "num_valid must be int32 of shape (4,), one count per token shard"),
         (lambda: call(xla, ring=ring), 'ep.moe: transport "xla" uses no ring, got one; pass ring=None'),
         (lambda: call(ring=ring.mem), "ring must come from make_ring, got"),
         (lambda: call(ring=alien), "was made for axis_name ('ep',) of mesh {'ep': 2}, got ('ep',) of {'ep': 4}"),
         (
             lambda: jax.shard_map(lambda x: call(x=x)[0], mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x),
-            "ep.moe takes global arrays and is called outside of shard_map, got manual axes ('ep',); inside, use stream_moe",
+            "ep.moe takes global arrays and is called outside of shard_map, got manual axes ('ep',); inside, use "
+            "stream_moe",
         ),
     ]
     with ring, alien:
@@ -351,8 +368,13 @@ def test_what_is_wrong_is_said(rng):
 def test_a_ring_of_a_mesh_outside_of_shard_map_is_refused(rng):
     problem = problem_of(rng)
     ep = sm.expert_parallel(problem.config, mesh=mesh_of({"ep": 4}))
-    with ring_of(ep) as ring, pytest.raises(ValueError, match=re.escape("belongs inside jax.shard_map over all of them")):
-        sm.stream_moe(problem.x, ranks.given, *problem.args[3:], ring=ring, config=problem.config, token_args=problem.args[1:3])
+    with (
+        ring_of(ep) as ring,
+        pytest.raises(ValueError, match=re.escape("belongs inside jax.shard_map over all of them")),
+    ):
+        sm.stream_moe(
+            problem.x, ranks.given, *problem.args[3:], ring=ring, config=problem.config, token_args=problem.args[1:3]
+        )
 
 
 @pytest.mark.parametrize("call", ["moe", "stream_moe"])

@@ -79,7 +79,9 @@ def test_adversarial_routing(rng, shared_name, routing):
             np.testing.assert_array_equal(stats.expert_rows, np.bincount(problem.topk_ids[valid], minlength=E))
             per_rank = problem.topk_ids.reshape(R, T, K)
             np.testing.assert_array_equal(stats.masked_routes, (per_rank == -1).sum((1, 2)))
-            np.testing.assert_array_equal(stats.invalid_routes, (~valid.reshape(R, T, K) & (per_rank != -1)).sum((1, 2)))
+            np.testing.assert_array_equal(
+                stats.invalid_routes, (~valid.reshape(R, T, K) & (per_rank != -1)).sum((1, 2))
+            )
             np.testing.assert_array_equal(stats.dropped_routes, np.zeros(R))
             assert np.sum(stats.masked_routes) == want_stats.masked_routes
 

@@ -42,7 +42,10 @@ inline constexpr int32_t gemm_raster_pairs() { return 8; }
 
 // Whether the up product gathers its rows itself or finds them sorted by a kernel of its own. Gathering saves
 // T K H x 4 bytes of traffic, about 180 / I of the product's time, and costs about 2 % of it (copies by threads instead
-// of the copy engine): even near I = 9000. Measured: 6 % of the layer won at I = 768, 1 to 3 % lost at 14336.
-inline constexpr bool gather_in_gemm(int64_t intermediate) { return intermediate < 8192; }
+// of the copy engine): even near I = 9000. Measured: 6 % of the layer won at I = 768, 1 to 3 % lost at 14336. Below
+// 8 rows per expert there is nothing to save, and a gathering producer starts its weights later: 7 us lost at T = 1.
+inline constexpr bool gather_in_gemm(int64_t num_pairs, int64_t num_experts, int64_t intermediate) {
+  return intermediate < 8192 && num_pairs >= 8 * num_experts;
+}
 
 }  // namespace streammoe

@@ -31,13 +31,13 @@ namespace {
 
 std::atomic<int> failures{0};
 
-#define EXPECT(condition, ...)                                   \
-  do {                                                           \
-    if (!(condition) && failures.fetch_add(1) < 40) {            \
-      std::printf("FAIL line %d: %s: ", __LINE__, #condition);   \
-      std::printf(__VA_ARGS__);                                  \
-      std::printf("\n");                                         \
-    }                                                            \
+#define EXPECT(condition, ...)                                 \
+  do {                                                         \
+    if (!(condition) && failures.fetch_add(1) < 40) {          \
+      std::printf("FAIL line %d: %s: ", __LINE__, #condition); \
+      std::printf(__VA_ARGS__);                                \
+      std::printf("\n");                                       \
+    }                                                          \
   } while (false)
 
 struct Heaps {
@@ -82,11 +82,14 @@ struct WordRank {
   const std::vector<uint8_t*>& base;
   int64_t rank;
 
-  uint64_t* word(int64_t of, int64_t offset) const { return reinterpret_cast<uint64_t*>(base[static_cast<size_t>(of)] + offset); }
+  uint64_t* word(int64_t of, int64_t offset) const {
+    return reinterpret_cast<uint64_t*>(base[static_cast<size_t>(of)] + offset);
+  }
   void wait(const uint64_t* w, uint64_t wanted) const {
     const AbortWords aborts{base[static_cast<size_t>(rank)] + at.abort, shape.num_ranks};
     const WaitResult got = wait_at_least(w, wanted, aborts, Clock::now() + std::chrono::seconds(60));
-    EXPECT(got.status == WaitStatus::kReached, "rank %ld wanted %lu, saw %lu", (long)rank, (unsigned long)wanted, (unsigned long)got.seen);
+    EXPECT(got.status == WaitStatus::kReached, "rank %ld wanted %lu, saw %lu", (long)rank, (unsigned long)wanted,
+           (unsigned long)got.seen);
   }
 
   void publish(uint64_t q, bool route) const {
@@ -115,11 +118,13 @@ struct WordRank {
         wait(word(rank, at.word(route ? at.route_ready : at.layout_ready, peer, slot, shape.num_slots)), q);
         SlotDescriptor d;
         std::memcpy(&d, theirs + (route ? at.slot_route_descriptor : at.slot_layout_descriptor), sizeof d);
-        EXPECT(d.sequence == q && d.tag == 7, "rank %ld reads %ld: sequence %lu, want %lu", (long)rank, (long)peer, (unsigned long)d.sequence, (unsigned long)q);
+        EXPECT(d.sequence == q && d.tag == 7, "rank %ld reads %ld: sequence %lu, want %lu", (long)rank, (long)peer,
+               (unsigned long)d.sequence, (unsigned long)q);
         const auto* in = reinterpret_cast<const uint32_t*>(theirs + (route ? at.slot_topk_ids : at.slot_x));
         for (int64_t j = 0; j < d.num_tokens; ++j) {
           const uint32_t want = payload(peer, q, route ? -j : j);
-          EXPECT(in[j] == want, "stale: rank %ld reads %ld, q %lu, element %ld", (long)rank, (long)peer, (unsigned long)q, (long)j);
+          EXPECT(in[j] == want, "stale: rank %ld reads %ld, q %lu, element %ld", (long)rank, (long)peer,
+                 (unsigned long)q, (long)j);
         }
       }
       store_release(word(peer, at.word(at.consumed, rank, slot, shape.num_slots)), q);
@@ -172,7 +177,8 @@ void words(int64_t ranks, int64_t slots, bool overlap, int calls) {
       me.seal(static_cast<uint64_t>(call) + 1);
       for (int64_t i = 0; i < chunks * ranks; ++i) {
         const uint64_t want = mix_tag(chunk_sequence(base, i / ranks), static_cast<uint64_t>(i % ranks));
-        EXPECT(me.word(rank, at.combine_rows)[i] == want, "rank %ld call %d: stale combine row %ld", (long)rank, call, (long)i);
+        EXPECT(me.word(rank, at.combine_rows)[i] == want, "rank %ld call %d: stale combine row %ld", (long)rank, call,
+               (long)i);
       }
     }
   });
@@ -226,7 +232,8 @@ Tokens tokens_of(int64_t rank, int call, int64_t num_tokens, int64_t experts) {
 
 // One block per row: what a row is does not depend on its block.
 std::vector<float> expected(const Layer& layer, const Tokens& t, int64_t num_tokens) {
-  std::vector<float> rows(static_cast<size_t>(num_tokens * kTopK * kHidden)), y(static_cast<size_t>(num_tokens * kHidden));
+  std::vector<float> rows(static_cast<size_t>(num_tokens * kTopK * kHidden)),
+      y(static_cast<size_t>(num_tokens * kHidden));
   ExpertProblem all = layer.problem;
   all.num_experts = layer.ranks * kLocal;
   std::vector<cpu::RowTask> tasks;
@@ -237,11 +244,13 @@ std::vector<float> expected(const Layer& layer, const Tokens& t, int64_t num_tok
     tasks.push_back({t.x.data() + pair / kTopK * kHidden, rows.data() + pair * kHidden});
   }
   cpu::run_expert_blocks(all, layer.weights(0), blocks, tasks.data());
-  cpu::combine(DType::kF32, kHidden, kTopK, num_tokens, rows.data(), t.ids.data(), t.weights.data(), nullptr, y.data(), 1);
+  cpu::combine(DType::kF32, kHidden, kTopK, num_tokens, rows.data(), t.ids.data(), t.weights.data(), nullptr, y.data(),
+               1);
   return y;
 }
 
-cpu::CallSpec call_spec(const Layer& layer, int64_t num_tokens, int64_t slots, bool overlap, bool packed, int64_t chunk_tokens = kChunk) {
+cpu::CallSpec call_spec(const Layer& layer, int64_t num_tokens, int64_t slots, bool overlap, bool packed,
+                        int64_t chunk_tokens = kChunk) {
   cpu::CallSpec spec;
   spec.problem = layer.problem;
   spec.num_tokens = num_tokens, spec.chunk_tokens = chunk_tokens;
@@ -266,7 +275,10 @@ struct World {
   std::unique_ptr<Ring> ring;
 
   World(int64_t ranks, int64_t slots)
-      : layer(ranks), shape{ranks, slots, kChunk, kHidden, kTopK, 4, ranks * kChunk}, at(make_ring_layout(shape)), heaps(ranks, at.total) {}
+      : layer(ranks),
+        shape{ranks, slots, kChunk, kHidden, kTopK, 4, ranks * kChunk},
+        at(make_ring_layout(shape)),
+        heaps(ranks, at.total) {}
   void make(double timeout_s) {
     ring = std::make_unique<Ring>("stress", shape, 1, timeout_s);
     heaps.clear(at);
@@ -288,7 +300,8 @@ struct World {
         const bool route_first = random() % 2 == 0;
         for (const bool route : {route_first, !route_first}) {
           if (route) {
-            STREAMMOE_RETURN_IF_ERROR(stream.publish_route(chunk, t.ids.data() + start * kTopK, t.weights.data() + start * kTopK, y.data()));
+            STREAMMOE_RETURN_IF_ERROR(
+                stream.publish_route(chunk, t.ids.data() + start * kTopK, t.weights.data() + start * kTopK, y.data()));
           } else {
             STREAMMOE_RETURN_IF_ERROR(stream.publish_layout(chunk, t.x.data() + start * kHidden, y.data()));
           }
@@ -302,7 +315,8 @@ struct World {
       return status;
     }
     const std::vector<float> want = expected(layer, t, spec.num_tokens);
-    EXPECT(std::memcmp(want.data(), y.data(), want.size() * 4) == 0, "rank %ld of %ld, call %d: wrong bits", (long)rank, (long)layer.ranks, number);
+    EXPECT(std::memcmp(want.data(), y.data(), want.size() * 4) == 0, "rank %ld of %ld, call %d: wrong bits", (long)rank,
+           (long)layer.ranks, number);
     return status;
   }
 };
@@ -346,7 +360,8 @@ void broken(int64_t ranks, bool overlap, Phase phase, FaultKind kind) {
   const std::string injected = "injected fault: rank " + std::to_string(victim);
   const std::string missed = "for rank " + std::to_string(victim) + " in phase";
   EXPECT(seconds < 20, "%s: took %.1f s", phase_name(phase), seconds);
-  EXPECT(status[static_cast<size_t>(victim)].message().find(injected) == 0, "victim: %s", status[static_cast<size_t>(victim)].message().c_str());
+  EXPECT(status[static_cast<size_t>(victim)].message().find(injected) == 0, "victim: %s",
+         status[static_cast<size_t>(victim)].message().c_str());
   for (int64_t r = 0; r < victim; ++r) {
     const std::string& text = status[static_cast<size_t>(r)].message();
     const bool late = phase == Phase::kCombine || phase == Phase::kClose;  // peers may be through by then
@@ -367,7 +382,8 @@ void different_plans() {
   on_ranks(2, [&](int64_t rank) {
     std::minstd_rand random(1);
     const Status status = world.call(rank, 0, call_spec(world.layer, rank == 0 ? 7 : 8, 2, false, true), random);
-    EXPECT(status.message().find("disagree about the") != std::string::npos, "rank %ld: '%s'", (long)rank, status.message().c_str());
+    EXPECT(status.message().find("disagree about the") != std::string::npos, "rank %ld: '%s'", (long)rank,
+           status.message().c_str());
   });
 }
 

@@ -38,7 +38,7 @@ def given(x_c: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array
     return ids, weights
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def program(config: sm.MoEConfig, mesh: Mesh, mode: str) -> Callable[..., Any]:
     """jitted (x, ids, weights, w_gate_up, w_down, num_valid, ring) -> y, ring, info; the ring is donated."""
     ep = sm.expert_parallel(config, mesh=mesh, transport="xla" if mode == "xla" else "pull")
@@ -52,13 +52,15 @@ def program(config: sm.MoEConfig, mesh: Mesh, mode: str) -> Callable[..., Any]:
     return jax.jit(run, donate_argnames="ring")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def one_device(config: sm.MoEConfig) -> Callable[..., Any]:
     """jitted (x, ids, weights, w_gate_up, w_down) -> y, stats of `moe` on one device."""
     return jax.jit(functools.partial(sm.moe, config=config, return_stats=True))
 
 
-def run(problem: oracle.Problem, mesh: Mesh, mode: str, ring: Any, num_valid: Any = None) -> tuple[np.ndarray, Any, Any]:
+def run(
+    problem: oracle.Problem, mesh: Mesh, mode: str, ring: Any, num_valid: Any = None
+) -> tuple[np.ndarray, Any, Any]:
     """-> y, the next ring, stats."""
     valid = None if num_valid is None else jnp.asarray(num_valid, jnp.int32)
     y, ring, info = program(problem.config, mesh, mode)(*problem.args, valid, None if mode == "xla" else ring)

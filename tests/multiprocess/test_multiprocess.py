@@ -1,7 +1,7 @@
-"""Ranks in several processes, ring in shared memory: the bits of one process, and errors when processes differ or die.
+"""Ranks in several processes, ring in shared memory: bits of one process, errors when processes differ or die.
 
-Processes meet through jax.distributed on a free port, collectives are gloo. Every test has a hard time limit, shows what
-each process printed when something is wrong, and looks at /dev/shm at its end.
+Processes meet through jax.distributed on a free port, collectives are gloo. Every test has a hard time limit, shows
+what each process printed when something is wrong, and looks at /dev/shm at its end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(scenario, processes, devices, folder):
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     started = [
         subprocess.Popen(
-            [sys.executable, worker.__file__, scenario, str(rank), str(processes), str(devices), str(port), str(folder)],
+            [sys.executable, worker.__file__, scenario, *map(str, (rank, processes, devices, port, folder))],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True,
         )
         for rank in range(processes)
@@ -54,10 +54,9 @@ def run(scenario, processes, devices, folder):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    report = "\n".join(
-        f"--- process {rank}, exit {p.returncode}\n{text}" for rank, (p, text) in enumerate(zip(started, outputs, strict=True))
-    )
-    assert all(p.returncode == 0 for p in started), report
+    codes = [p.returncode for p in started]
+    report = "\n".join(f"--- exit {code}\n{text}" for code, text in zip(codes, outputs, strict=True))
+    assert not any(codes), report
     return outputs
 
 
@@ -75,8 +74,9 @@ def test_same_bits_as_one_process(tmp_path, processes, devices):
     run("same", processes, devices, tmp_path)
     problem, mesh = worker.problem_of(num_ranks), ranks.mesh_of(num_ranks)
     args = worker.place(problem, mesh)
+    run_here = worker.program(worker.layer_of(problem, mesh, "serial"), "serial")
     with worker.ring_of(problem, mesh, name="one-process") as ring:
-        y, _, grads = jax.block_until_ready(worker.program(worker.layer_of(problem, mesh, "serial"), "serial")(*args, ring))
+        y, _, grads = jax.block_until_ready(run_here(*args, ring))
     for turn in range(2):
         for mode in worker.MODES:
             for name, want in zip(("y", "dx", "dweights", "dw1", "dw2"), (y, *grads), strict=True):

@@ -29,9 +29,7 @@ MODES = {
 
 def problem_of(num_ranks: int) -> oracle.Problem:
     rng = np.random.default_rng(num_ranks)
-    return oracle.make_problem(
-        rng, T=13 * num_ranks, H=16, I=24, E=8, K=2, masked=0.1, dtype=jnp.float32, block_m=8
-    )
+    return oracle.make_problem(rng, T=13 * num_ranks, H=16, I=24, E=8, K=2, masked=0.1, dtype=jnp.float32, block_m=8)
 
 
 def ring_of(problem: oracle.Problem, mesh: Mesh, **options: object) -> sm.Ring:
@@ -156,8 +154,8 @@ def killed(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
     # This process goes on: its own devices and a ring of its own still work.
     alone = sm.make_ring(problem.config, chunk_tokens=8, num_slots=2, name="alone")
     x, ids, weights, *experts = map(jnp.asarray, problem.args)
-    run = jax.jit(lambda ring: sm.stream_moe(x, given, *experts, ring=ring, config=problem.config, token_args=(ids, weights))[:2],
-                  donate_argnums=0)  # fmt: skip
+    options = dict(config=problem.config, token_args=(ids, weights))
+    run = jax.jit(lambda ring: sm.stream_moe(x, given, *experts, ring=ring, **options)[:2], donate_argnums=0)
     y, _ = run(alone)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(sm.moe(x, ids, weights, *experts, config=problem.config)))
     print("EXPECTED to go on", flush=True)

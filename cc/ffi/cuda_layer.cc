@@ -1,0 +1,82 @@
+// Handlers of the layer on one CUDA device: forward, batch-ready, bf16.
+//
+// Contract: a call only enqueues kernels on XLA's stream; nothing is allocated, synchronised or read back. The workspace
+// is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handler carries the
+// command-buffer trait. Kernels are loaded when the executable is initialised, never while a peer might wait.
+#include "ffi/cuda_layer.h"
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/decode.h"
+#include "kernels/launch.h"
+
+namespace streammoe::ffi_glue {
+namespace {
+
+Status cuda_status(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return {};
+  return error(Code::kFailedPrecondition, what, ": ", cudaGetErrorName(result), ", ", cudaGetErrorString(result));
+}
+
+ffi::Error initialize_impl() { return to_ffi(cuda_status(sm90::prepare_device(), "loading the kernels for sm_90a")); }
+XLA_FFI_DEFINE_HANDLER(kForwardInitialize, initialize_impl, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
+
+Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
+               const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer (&operands)[kNumWeights], void* y,
+               ffi::AnyBuffer workspace) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  if (p.dtype != DType::kBF16) {
+    return error(Code::kInvalidArgument, "the CUDA kernels take bfloat16, got dtype code ", static_cast<int>(p.dtype));
+  }
+  sm90::ForwardArgs args;
+  STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &args.weights));
+  args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
+  args.top_k = p.top_k, args.hidden = p.hidden, args.intermediate = p.intermediate, args.num_experts = p.num_experts;
+  args.activation = p.activation, args.limit = p.limit;
+  args.x = x.untyped_data(), args.topk_ids = ids.typed_data<int32_t>();
+  args.topk_weights = topk_weights.typed_data<float>(), args.y = y;
+  const int64_t needed = cuda_forward_bytes(args.num_tokens, p.top_k, p.hidden, p.intermediate, p.num_experts);
+  if (static_cast<int64_t>(workspace.size_bytes()) < needed) {
+    return error(Code::kInvalidArgument, "the workspace must have ", needed, " bytes, got ", workspace.size_bytes());
+  }
+  return cuda_status(sm90::launch_forward_bf16_sm90(args, workspace.untyped_data(), stream), "launching the layer");
+}
+
+ffi::Error forward_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids,
+                        ffi::AnyBuffer topk_weights, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
+                        ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y,
+                        ffi::Result<ffi::AnyBuffer> workspace) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, y->untyped_data(), *workspace));
+}
+XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // x [T, H]
+                           .Arg<ffi::AnyBuffer>()   // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()   // topk_weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()   // gate
+                           .Arg<ffi::AnyBuffer>()   // up
+                           .Arg<ffi::AnyBuffer>()   // down
+                           .Arg<ffi::AnyBuffer>()   // b_gate
+                           .Arg<ffi::AnyBuffer>()   // b_up
+                           .Arg<ffi::AnyBuffer>()   // b_down
+                           .Ret<ffi::AnyBuffer>()   // y [T, H]
+                           .Ret<ffi::AnyBuffer>(),  // workspace u8
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::vector<CudaHandler> cuda_layer_handlers() {
+  return {{"forward", "initialize", reinterpret_cast<void*>(+kForwardInitialize)},
+          {"forward", "execute", reinterpret_cast<void*>(+kForward)}};
+}
+
+int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
+  return static_cast<int64_t>(sm90::forward_bytes(num_tokens, top_k, hidden, intermediate, num_experts));
+}
+
+}  // namespace streammoe::ffi_glue

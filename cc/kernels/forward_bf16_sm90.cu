@@ -1,0 +1,93 @@
+// The batch-ready layer on one device: plan, gather, up, down, combine, on one stream.
+//
+// Contract: the workspace is forward_bytes() long, needs no initial value and is free again when the last kernel is
+// done. The up product gathers its rows from x, or they are first copied into the memory that the down product then
+// reuses; both give the same bits. Five or six launches, none of which waits for the host.
+// Trade-off: memory for row_capacity rows of H and of I, whatever the routing turns out to be; nothing is read back.
+#include "kernels/launch.h"
+
+namespace streammoe::sm90 {
+
+cudaError_t prepare_plan();
+cudaError_t prepare_gemm_up_bf16_sm90();
+cudaError_t prepare_gemm_down_bf16_sm90();
+
+cudaError_t prepare_device() {
+  if (cudaError_t e = prepare_plan(); e != cudaSuccess) return e;
+  if (cudaError_t e = prepare_gemm_up_bf16_sm90(); e != cudaSuccess) return e;
+  return prepare_gemm_down_bf16_sm90();
+}
+
+namespace {
+
+constexpr int64_t kAlign = 1024;
+int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+}  // namespace
+
+size_t forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
+  const int64_t rows = max_row_blocks(num_tokens * top_k, num_experts) * kBlockM;
+  return static_cast<size_t>(aligned(static_cast<int64_t>(plan_bytes(num_tokens, top_k, num_experts))) +
+                             aligned(rows * hidden * 2) + aligned(rows * intermediate * 2));
+}
+
+cudaError_t launch_forward_bf16_sm90(const ForwardArgs& args, void* workspace, cudaStream_t stream) {
+  if (args.num_tokens == 0) return cudaSuccess;
+  char* base = static_cast<char*>(workspace);
+  const Plan plan = make_plan(base, args.num_tokens, args.top_k, args.num_experts);
+  char* rows = base + aligned(static_cast<int64_t>(plan_bytes(args.num_tokens, args.top_k, args.num_experts)));
+  char* act = rows + aligned(plan.row_capacity * args.hidden * 2);
+
+  PlanArgs plan_args;
+  plan_args.topk_ids = args.topk_ids;
+  plan_args.num_tokens = args.num_tokens;
+  plan_args.top_k = args.top_k;
+  plan_args.num_experts = plan_args.total_experts = args.num_experts;
+  if (cudaError_t e = launch_plan(plan_args, plan, stream); e != cudaSuccess) return e;
+
+  const int64_t pairs = args.num_tokens * args.top_k;
+  const bool fused = args.gather == Gather::kAuto ? gather_in_gemm(pairs, args.num_experts, args.intermediate)
+                                                  : args.gather == Gather::kFused;
+  if (!fused) {
+    const GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden};
+    if (cudaError_t e = launch_gather_rows(gather, plan, stream); e != cudaSuccess) return e;
+  }
+
+  GemmArgs gemm;
+  gemm.blocks = plan.blocks;
+  gemm.num_blocks = plan.totals;
+  gemm.counters = plan.counters;
+  gemm.row_capacity = plan.row_capacity;
+  gemm.block_capacity = plan.block_capacity;
+  gemm.num_experts = args.num_experts;
+  gemm.activation = args.activation;
+  gemm.limit = args.limit;
+  gemm.num_sms = args.num_sms;
+  gemm.a = fused ? args.x : rows;
+  gemm.row_pair = fused ? plan.row_pair : nullptr;
+  gemm.top_k = args.top_k;
+  gemm.out = act;
+  gemm.depth = args.hidden;
+  gemm.width = args.intermediate;
+  gemm.b0 = args.weights.gate;
+  gemm.b1 = args.weights.up;
+  gemm.bias0 = args.weights.b_gate;
+  gemm.bias1 = args.weights.b_up;
+  if (cudaError_t e = launch_gemm_up_bf16_sm90(gemm, stream); e != cudaSuccess) return e;
+
+  gemm.a = act;
+  gemm.row_pair = nullptr;
+  gemm.out = rows;
+  gemm.depth = args.intermediate;
+  gemm.width = args.hidden;
+  gemm.b0 = args.weights.down;
+  gemm.b1 = {};
+  gemm.bias0 = args.weights.b_down;
+  gemm.bias1 = {};
+  if (cudaError_t e = launch_gemm_down_bf16_sm90(gemm, stream); e != cudaSuccess) return e;
+
+  const CombineArgs combine{rows, args.topk_weights, args.y, args.num_tokens, args.top_k, args.hidden};
+  return launch_combine(combine, plan, stream);
+}
+
+}  // namespace streammoe::sm90

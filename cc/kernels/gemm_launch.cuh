@@ -1,0 +1,82 @@
+// Host half of the grouped GEMMs: argument checks, tensor maps, launch attributes; shared by up and down.
+//
+// Contract: cudaErrorInvalidValue for sizes the kernels do not take; a launch needs prepare_gemm() to have
+// run on the device. The grid is clusters of two CTAs over the SMs asked for and never more than the tiles
+// there can be.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/gemm_core_sm90.cuh"
+#include "kernels/launch.h"
+#include "kernels/launch_dependent.cuh"
+#include "kernels/tensor_map.h"
+
+namespace streammoe::sm90 {
+
+using GemmKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, GemmParams);
+
+inline cudaError_t prepare_gemm(GemmKernel kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmSharedBytes);
+}
+
+inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& args, cudaStream_t stream) {
+  const bool sizes_ok = args.depth > 0 && args.width > 0 && args.depth % 8 == 0 && args.width % 8 == 0 &&
+                        args.num_experts > 0 && args.row_capacity > 0 &&
+                        args.row_capacity <= std::numeric_limits<int32_t>::max() - kBlockM;
+  if (!sizes_ok || args.b0.data == nullptr || (gated && args.b1.data == nullptr)) return cudaErrorInvalidValue;
+  int device = 0, sms = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
+  if (args.num_sms > 0) sms = std::min(sms, args.num_sms);
+
+  const int64_t tile_columns = gated ? kBlockN / 2 : kBlockN;
+  GemmParams params = {};
+  params.blocks = args.blocks;
+  params.num_blocks = args.num_blocks;
+  params.space.n_tiles = static_cast<int32_t>((args.width + tile_columns - 1) / tile_columns);
+  params.space.half_tiles = (params.space.n_tiles + 1) / 2;
+  params.space.raster = gemm_raster_pairs();
+  params.k_steps = static_cast<int32_t>((args.depth + kBlockK - 1) / kBlockK);
+  params.n_size = static_cast<int32_t>(args.width);
+  params.limit = args.limit;
+  params.bias0 = static_cast<const __nv_bfloat16*>(args.bias0.data);
+  params.bias1 = static_cast<const __nv_bfloat16*>(args.bias1.data);
+  params.bias0_stride = args.bias0.expert_stride;
+  params.bias1_stride = args.bias1.expert_stride;
+  params.counters = args.counters;
+  params.x = static_cast<const __nv_bfloat16*>(args.a);
+  params.row_pair = args.row_pair;
+  params.top_k = static_cast<int32_t>(args.top_k);
+  params.depth = static_cast<int32_t>(args.depth);
+  const bool gather = args.row_pair != nullptr;
+  if (args.counters == nullptr || (gather && args.top_k < 1)) return cudaErrorInvalidValue;
+  const int64_t max_tiles = args.block_capacity * params.space.half_tiles;
+  if (max_tiles > std::numeric_limits<int32_t>::max() - sms) return cudaErrorInvalidValue;
+
+  CUtensorMap map_a, map_b0, map_b1, map_out;
+  if (cudaError_t e = encode_experts_bf16(&map_b0, args.b0.data, args.num_experts, args.depth, args.width,
+                                          args.b0.expert_stride, args.b0.row_stride);
+      e != cudaSuccess)
+    return e;
+  map_b1 = map_b0;
+  if (gated) {
+    if (cudaError_t e = encode_experts_bf16(&map_b1, args.b1.data, args.num_experts, args.depth, args.width,
+                                            args.b1.expert_stride, args.b1.row_stride);
+        e != cudaSuccess)
+      return e;
+  }
+  if (cudaError_t e = encode_rows_bf16(&map_out, args.out, args.row_capacity, args.width); e != cudaSuccess) return e;
+
+  map_a = map_out;  // not used when gathering
+  if (!gather) {
+    if (cudaError_t e = encode_rows_bf16(&map_a, args.a, args.row_capacity, args.depth); e != cudaSuccess) return e;
+  }
+
+  const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(sms / 2, max_tiles));
+  return launch_dependent(kernel, dim3(static_cast<uint32_t>(2 * clusters)), kGemmThreads, kGemmSharedBytes, stream,
+                          map_a, map_b0, map_b1, map_out, params);
+}
+
+}  // namespace streammoe::sm90

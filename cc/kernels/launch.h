@@ -1,0 +1,115 @@
+// The kernels of the expert layer on sm_90a, as functions on plain device pointers and a stream.
+//
+// Contract: nothing is allocated, synchronised or copied to the host; workspaces come from the caller and need no
+// initial value. All pointers are 16-byte aligned device memory, all matrices row-major bf16, H and I multiples of 8.
+// Rows of the sorted order beyond an expert's count hold anything and are never read by a result. Every function
+// returns its launch's status. Call prepare_device() once per device before the first launch: it sets shared-memory
+// limits and loads the kernels, which must not happen beside a waiting peer.
+// Trade-off: several small launches instead of one kernel; each may start while the one before drains.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "device/block_info.h"
+#include "host/heuristics.h"
+#include "host/problem.h"
+
+namespace streammoe::sm90 {
+
+cudaError_t prepare_device();
+
+// Which routes this rank's experts take: ids [T, K]; local experts are first_expert .. first_expert + num_experts - 1.
+struct PlanArgs {
+  const int32_t* topk_ids = nullptr;
+  int64_t num_tokens = 0;   // T; T * K < 2^31
+  int64_t top_k = 0;        // K
+  int64_t num_experts = 0;  // L, at most kMaxLocalExperts
+  int64_t first_expert = 0;
+  int64_t total_experts = 0;  // E; ids outside -1 .. E-1 are counted as invalid
+};
+
+// Device tables of a plan. Rows are sorted by (expert, pair_idx), pair_idx = t * K + k, each expert padded to kBlockM.
+struct Plan {
+  int32_t* row_pair = nullptr;       // [row_capacity] pair_idx of a row, -1 in the padding (up to the last used block)
+  int32_t* pair_row = nullptr;       // [T * K] row of a pair, -1 where the route is not taken here
+  BlockInfo* blocks = nullptr;       // [block_capacity]
+  int32_t* expert_rows = nullptr;    // [L] valid rows
+  int32_t* totals = nullptr;         // [3]: blocks, valid rows, invalid routes
+  TileCounters* counters = nullptr;  // one, of the grouped GEMMs that run on this plan, one after the other
+  int32_t* chunk_counts = nullptr;   // scratch [plan_chunks][L + 1]
+  int64_t row_capacity = 0;
+  int64_t block_capacity = 0;
+};
+
+size_t plan_bytes(int64_t num_tokens, int64_t top_k, int64_t num_experts);
+Plan make_plan(void* workspace, int64_t num_tokens, int64_t top_k, int64_t num_experts);
+// Stable: prefix sums, never arrival order. Two kernels.
+cudaError_t launch_plan(const PlanArgs& args, const Plan& plan, cudaStream_t stream);
+
+// rows[row, :] = x[pair / K, :] for every taken route. x [T, H], rows [row_capacity, H]. Padding is not written.
+struct GatherArgs {
+  const void* x = nullptr;
+  void* rows = nullptr;
+  int64_t num_tokens = 0, top_k = 0, hidden = 0;
+};
+cudaError_t launch_gather_rows(const GatherArgs& args, const Plan& plan, cudaStream_t stream);
+
+// out[row, width] = epilogue(A[row, depth] x b[expert of row] (+ bias)). A is a [row_capacity, depth] in sorted order,
+// or, in the up product with row_pair given, gathered: A[row] = a[row_pair[row] / top_k], a [T, depth].
+struct GemmArgs {
+  const void* a = nullptr;
+  void* out = nullptr;
+  const BlockInfo* blocks = nullptr;
+  const int32_t* num_blocks = nullptr;
+  TileCounters* counters = nullptr;
+  const int32_t* row_pair = nullptr;
+  int64_t top_k = 0;
+  int64_t row_capacity = 0;
+  int64_t block_capacity = 0;
+  int64_t num_experts = 0;
+  int64_t depth = 0;                       // K of the product: H for up, I for down
+  int64_t width = 0;                       // columns of out: I for up, H for down
+  ExpertMatrix<const void*> b0;            // gate, or down: [L, depth, width]
+  ExpertMatrix<const void*> b1;            // up: [L, depth, width]; absent when ungated and for down
+  ExpertMatrix<const void*> bias0, bias1;  // [L, width] or absent
+  Activation activation = Activation::kSwiGLU;
+  float limit = std::numeric_limits<float>::infinity();
+  int32_t num_sms = 0;  // SMs to run on, rounded down to pairs, at least 2; 0 for all
+};
+cudaError_t launch_gemm_up_bf16_sm90(const GemmArgs& args, cudaStream_t stream);
+cudaError_t launch_gemm_down_bf16_sm90(const GemmArgs& args, cudaStream_t stream);
+
+// y[t] = RN(acc), acc = fmaf(weights[t, k], rows[pair_row[t, k]], acc) from +0 over ascending k, taken routes only.
+struct CombineArgs {
+  const void* rows = nullptr;           // [row_capacity, H]
+  const float* topk_weights = nullptr;  // [T, K]
+  void* y = nullptr;                    // [T, H]
+  int64_t num_tokens = 0, top_k = 0, hidden = 0;
+};
+cudaError_t launch_combine(const CombineArgs& args, const Plan& plan, cudaStream_t stream);
+
+// Where the up product's rows come from: gathered by the product itself, or copied by gather_rows before. Same bits.
+enum class Gather : int32_t { kAuto = 0, kFused = 1, kSeparate = 2 };
+
+// The batch-ready layer on one device: plan, gather, up, down, combine.
+struct ForwardArgs {
+  const void* x = nullptr;
+  const int32_t* topk_ids = nullptr;
+  const float* topk_weights = nullptr;
+  void* y = nullptr;
+  ExpertWeights weights;
+  int64_t num_tokens = 0, top_k = 0, hidden = 0, intermediate = 0, num_experts = 0;
+  Activation activation = Activation::kSwiGLU;
+  float limit = std::numeric_limits<float>::infinity();
+  int32_t num_sms = 0;
+  Gather gather = Gather::kAuto;
+};
+// Plan tables, activations [R, I], expert rows [R, H]; R = row capacity.
+size_t forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts);
+cudaError_t launch_forward_bf16_sm90(const ForwardArgs& args, void* workspace, cudaStream_t stream);
+
+}  // namespace streammoe::sm90
