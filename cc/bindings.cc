@@ -76,7 +76,8 @@ nb::dict cuda_handlers() {
   return d;
 }
 
-int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
+int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
+                           int64_t num_experts) {
 #ifdef STREAMMOE_WITH_CUDA
   return ffi_glue::cuda_forward_bytes(num_tokens, top_k, hidden, intermediate, num_experts);
 #else
@@ -138,7 +139,8 @@ std::vector<nb::dict> timeline_stop() {
   return out;
 }
 
-void fault_add(const std::string& ring, int64_t rank, const std::string& phase, const std::string& kind, double seconds) {
+void fault_add(const std::string& ring, int64_t rank, const std::string& phase, const std::string& kind,
+               double seconds) {
   const int32_t p = phase_of(phase);
   if (p < 0) throw std::invalid_argument("unknown phase '" + phase + "'");
   const std::vector<std::string> kinds = {"delay", "jitter", "fail", "drop"};
@@ -166,14 +168,17 @@ NB_MODULE(_jax_streammoe, m) {
         nb::arg("intermediate"), nb::arg("num_experts"));
   m.def("default_threads", &cpu::default_threads);
   m.def("ring_layout", &layout_dict, nb::arg("shape"));
-  m.def("next_generation", [](const std::string& name) { return Registry::get().next_generation(name); }, nb::arg("name"));
+  m.def(
+      "next_generation", [](const std::string& name) { return Registry::get().next_generation(name); },
+      nb::arg("name"));
   m.def("ring_create", &ring_create, nb::arg("name"), nb::arg("shape"), nb::arg("num_groups"), nb::arg("timeout_s"),
         nb::arg("members"));
   m.def("ring_share", &ring_share, nb::arg("name"), nb::arg("group"), nb::arg("rank"), nb::arg("segment"),
         nb::arg("create"));
   m.def("segment_unlink", &SharedMemory::unlink, nb::arg("segment"));
-  m.def("ring_close", [](const std::string& name) { return Registry::get().close(name); }, nb::arg("name"),
-        nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "ring_close", [](const std::string& name) { return Registry::get().close(name); }, nb::arg("name"),
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("ring_exists", [](const std::string& name) { return Registry::get().find(name) != nullptr; }, nb::arg("name"));
   m.def("ring_members", [](const std::string& name) { return require(name)->local_ranks(); }, nb::arg("name"));
   m.def("ring_failure", [](const std::string& name) { return require(name)->failure(); }, nb::arg("name"));
@@ -181,6 +186,7 @@ NB_MODULE(_jax_streammoe, m) {
   m.def("timeline_start", [] { Timeline::get().start(); });
   m.def("timeline_stop", &timeline_stop);
   m.def("now_s", &now_s);
-  m.def("fault_add", &fault_add, nb::arg("ring"), nb::arg("rank"), nb::arg("phase"), nb::arg("kind"), nb::arg("seconds"));
+  m.def("fault_add", &fault_add, nb::arg("ring"), nb::arg("rank"), nb::arg("phase"), nb::arg("kind"),
+        nb::arg("seconds"));
   m.def("fault_clear", [] { Faults::get().clear(); });
 }

@@ -53,8 +53,8 @@ def moe(
 
     Arguments:
       x: [..., H] of config.dtype; leading dimensions are folded into T tokens.
-      topk_ids: [..., K] int32 (int64 under x64); -1 is no route, other ids outside 0..E-1 are treated as -1 and counted.
-        Duplicates are legal and summed.
+      topk_ids: [..., K] int32 (int64 under x64); -1 is no route, other ids outside 0..E-1 are treated as -1 and
+        counted. Duplicates are legal and summed.
       topk_weights: [..., K] float32 or bfloat16.
       w_gate_up: [E, H, 2I], gate columns first, or a pair (w_gate, w_up) of [E, H, I]; ungated: [E, H, I].
       w_down: [E, I, H]. b_gate_up: [E, 2I] or a pair; b_down: [E, H]; given exactly when config.use_bias.
@@ -74,8 +74,8 @@ def moe(
 
 
 def _moe(
-    x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, config: MoEConfig, b_gate_up: Any, b_down: Any,
-    num_valid: Any, check_ids: bool, return_stats: bool,
+    x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, config: MoEConfig, b_gate_up: Any,
+    b_down: Any, num_valid: Any, check_ids: bool, return_stats: bool,
 ) -> Any:  # fmt: skip
     check_context("moe")
     experts = config.num_experts if isinstance(config, MoEConfig) else 0
@@ -97,8 +97,8 @@ def check_context(what: str) -> None:
 
 
 def prepare(
-    x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any, config: MoEConfig,
-    num_valid: Any,
+    x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any,
+    config: MoEConfig, num_valid: Any,
 ) -> Prepared:  # fmt: skip
     """Returns the operands of checked arguments: ids narrowed and masked, weights widened; leading dims as they are."""
     ids = mask_ids(narrow_ids(topk_ids, config), num_valid)
@@ -145,8 +145,8 @@ def stats_of(expert_rows: jax.Array, counts: jax.Array) -> Stats:
 def checkpoint_policy(base: Any = None) -> Any:
     """Returns a policy for `jax.checkpoint` that saves what a layer cannot compute twice, beside what `base` saves.
 
-    A functional ring is used up by the forward call, so y must be saved whenever a non-linear operation follows inside the
-    block; ids and weights are saved with it, so that top-k never runs twice. Saved per layer: T*H elements of y and
+    A functional ring is used up by the forward call, so y must be saved whenever a non-linear operation follows inside
+    the block; ids and weights are saved with it, so that top-k never runs twice. Saved per layer: T*H elements of y and
     T*K ids and weights.
     """
     names = jax.checkpoint_policies.save_only_these_names("streammoe_y", "streammoe_ids", "streammoe_weights")

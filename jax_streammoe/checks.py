@@ -31,9 +31,7 @@ RING_PICKLE = (
     "a ring cannot be pickled or copied: its memory is known to peers by address. Leave it out of "
     "checkpoints and call make_ring after a restore"
 )
-RING_VMAP = (
-    "a ring is one linear resource: a stream cannot be vmapped. Use sm.moe, which folds the axis into tokens"
-)
+RING_VMAP = "a ring is one linear resource: a stream cannot be vmapped. Use sm.moe, which folds the axis into tokens"
 PARTIAL_MANUAL = (
     "{what} needs a shard_map that is manual over all mesh axes, got manual {manual} and not manual {rest}: "
     "operands would be gathered silently over {rest}"
@@ -168,19 +166,13 @@ def _check_exact(name: str, array: Any, shape: tuple[int, ...], config: MoEConfi
         raise ValueError(f"{name} must be {wanted}, got {describe(array)}")
 
 
-def _check_gate_up(
-    name: str, names: tuple[str, str], packed: Any, leading: tuple[int, ...], config: MoEConfig
-) -> None:
+def _check_gate_up(name: str, names: tuple[str, str], packed: Any, leading: tuple[int, ...], config: MoEConfig) -> None:
     if not isinstance(packed, (tuple, list)):
         _check_exact(name, packed, (*leading, config.gate_up_width), config)
         return
     if not config.is_gated:
-        raise ValueError(
-            f"{name} must be one array for the ungated activation {config.activation}, got a tuple"
-        )
+        raise ValueError(f"{name} must be one array for the ungated activation {config.activation}, got a tuple")
     if len(packed) != 2:
-        raise ValueError(
-            f"{name} must be one array or ({names[0]}, {names[1]}), got a tuple of {len(packed)}"
-        )
+        raise ValueError(f"{name} must be one array or ({names[0]}, {names[1]}), got a tuple of {len(packed)}")
     for part, array in zip(names, packed, strict=True):
         _check_exact(part, array, (*leading, config.intermediate), config)

@@ -110,9 +110,7 @@ class MoEConfig:
         if self.limit is None:
             return SWIGLUOAI_LIMIT if self.activation == "swigluoai" else None
         if self.activation not in CLAMPED_ACTIVATIONS:
-            raise ValueError(
-                f"limit is for swiglu and swigluoai only, got limit={self.limit} with {self.activation}"
-            )
+            raise ValueError(f"limit is for swiglu and swigluoai only, got limit={self.limit} with {self.activation}")
         if isinstance(self.limit, (bool, np.bool_, str)):
             raise TypeError(f"limit must be a float or None, got {self.limit!r}")
         try:

@@ -36,7 +36,9 @@ def doctor() -> list[Finding]:
         Finding("several processes", shm > 0, f"{shm >> 20} MiB free in /dev/shm" if shm else "/dev/shm is missing")
     )
     if ffi.compiled.WITH_CUDA:
-        findings.append(Finding("CUDA backend", True, "sm_90a kernels for the batch-ready bfloat16 forward; the rest in JAX"))
+        findings.append(
+            Finding("CUDA backend", True, "sm_90a kernels for the batch-ready bfloat16 forward; the rest in JAX")
+        )
     else:
         findings.append(Finding("CUDA backend", False, "built without CUDA kernels: CPU only"))
     return findings

@@ -96,7 +96,9 @@ def problem_attributes(config: MoEConfig, *, num_local_experts: int, threads: in
     }
 
 
-def call_attributes(plan: ChunkPlan, *, num_tokens: int, min_carry_rows: int, packed: bool, overlap: bool, checks: bool) -> dict[str, Any]:
+def call_attributes(
+    plan: ChunkPlan, *, num_tokens: int, min_carry_rows: int, packed: bool, overlap: bool, checks: bool
+) -> dict[str, Any]:
     """Returns the attributes that `read_call` in cc/ffi/decode.cc reads beside the problem's."""
     return {
         "num_tokens": np.int64(num_tokens),

@@ -51,7 +51,8 @@ class RingState:
     def __str__(self) -> str:
         state = f"failed: {self.failure}" if self.failure else "usable"
         lines = [
-            f"ring {self.name!r}: {self.num_ranks} ranks x {self.num_slots} slots, {self.num_bytes:,} bytes per rank, {state}",
+            f"ring {self.name!r}: {self.num_ranks} ranks x {self.num_slots} slots, {self.num_bytes:,} bytes per rank, "
+            f"{state}",
             f"{'rank':>6} {'calls':>6} {'chunks':>7} {'slot':>4} {'route':>7} {'layout':>7} {'consumed':>8}  state",
         ]
         for r in self.ranks:
@@ -59,8 +60,8 @@ class RingState:
                 route, layout = (table[r.rank][slot] for table in (r.route_ready, r.layout_ready))
                 consumed = min(row[slot] for row in r.consumed)
                 lines.append(
-                    f"{f'{r.group}.{r.rank}':>6} {r.call_number:>6} {r.sequence_base:>7} {slot:>4} {route:>7} {layout:>7} "
-                    f"{consumed:>8}  {_slot_state(route, layout, consumed)}"
+                    f"{f'{r.group}.{r.rank}':>6} {r.call_number:>6} {r.sequence_base:>7} {slot:>4} {route:>7} "
+                    f"{layout:>7} {consumed:>8}  {_slot_state(route, layout, consumed)}"
                 )
         return "\n".join(lines)
 
@@ -82,9 +83,17 @@ def inspect(ring: Ring | RingRef) -> RingState:
         words = ffi.compiled.ring_words(ring.name, group, rank)
         ranks.append(
             RankState(
-                group, rank, words["sequence_base"], words["call_number"], words["route_ready"], words["layout_ready"],
-                words["consumed"], [row[0] for row in words["done"]], [row[0] for row in words["abort"]], words["error"],
-            )  # fmt: skip
+                group,
+                rank,
+                words["sequence_base"],
+                words["call_number"],
+                words["route_ready"],
+                words["layout_ready"],
+                words["consumed"],
+                [row[0] for row in words["done"]],
+                [row[0] for row in words["abort"]],
+                words["error"],
+            )
         )
     return RingState(ring.name, shape.num_ranks, shape.num_slots, ring_layout(shape)["total"], failure, ranks)
 
@@ -105,10 +114,9 @@ def check_program(jitted: Any, *args: Any, **kwargs: Any) -> None:
     """
     lowered = jitted.lower(*args, **kwargs)
     rings = [r for r in jax.tree.leaves((args, kwargs), is_leaf=_is_ring) if isinstance(r, Ring)]
-    infos, _ = lowered.args_info
-    found = [r for r in jax.tree.leaves(lowered.args_info, is_leaf=_is_ring) if isinstance(r, Ring)]
-    del infos
-    for info in found:
+    # Rings whose leaves are not arrays but what lowering knows about them.
+    infos: list[Any] = [r for r in jax.tree.leaves(lowered.args_info, is_leaf=_is_ring) if isinstance(r, Ring)]
+    for info in infos:
         if not info.mem.donated:
             raise ValueError(checks.ring_misuse(info.spec.name, "its argument is not donated"))
     text = lowered.compile().as_text()
@@ -117,7 +125,9 @@ def check_program(jitted: Any, *args: Any, **kwargs: Any) -> None:
         pattern = rf"= u8\[(?:\d+,)*{num_bytes}\]\S* copy\("
         copies = re.findall(pattern, text)
         if copies:
-            raise ValueError(checks.ring_misuse(ring.name, f"the compiled program copies its memory {len(copies)} times"))
+            raise ValueError(
+                checks.ring_misuse(ring.name, f"the compiled program copies its memory {len(copies)} times")
+            )
 
 
 def _is_ring(value: Any) -> bool:

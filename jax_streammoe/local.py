@@ -34,7 +34,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
     """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors."""
     token, dx, d_weights, *d_experts = _backward(spec)(token, x, dy, ids, weights, *experts)
-    return token, dx, d_weights, tuple(d_experts)  # type: ignore[return-value]
+    return token, dx, d_weights, tuple(d_experts)
 
 
 def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax.Array:
@@ -43,10 +43,12 @@ def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax
     return ops.combine(spec, dx_rows, ids, ones, jnp.zeros_like(ids, jnp.uint8))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _forward(spec: LayerSpec) -> Callable[..., tuple]:
     def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        y, expert_rows, counts = _on_platform(_forward_cpu, _forward_cuda, spec, *map(_rows, (x, ids, weights)), *experts)
+        y, expert_rows, counts = _on_platform(
+            _forward_cpu, _forward_cuda, spec, *map(_rows, (x, ids, weights)), *experts
+        )
         return y.reshape(x.shape), expert_rows, counts
 
     partitioned = _partitioned(call, spec, token_args=range(3), token_results=(True, False, False))
@@ -57,10 +59,12 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
-        tokens, experts = args[:3], args[3:]
+        experts = args[3:]
         if any(batched[3:]) or spec.config.capacity is not None:
             return _walk(run, batched, args), (True,) * 3
-        tokens = [a if b else jnp.broadcast_to(a[None], (size, *a.shape)) for a, b in zip(tokens, batched, strict=False)]
+        tokens = [
+            a if b else jnp.broadcast_to(a[None], (size, *a.shape)) for a, b in zip(args[:3], batched, strict=False)
+        ]
         y, _, _ = run(*tokens, *experts)
         rows, counts = jax.vmap(functools.partial(_count, spec))(tokens[1])
         return (y, rows, counts), (True,) * 3
@@ -68,9 +72,11 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
     return run
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _backward(spec: LayerSpec) -> Callable[..., tuple]:
-    def call(token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+    def call(
+        token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
+    ) -> tuple:
         rows = map(_rows, (x, dy, ids, weights))
         token, dx, d_weights, *d_experts = _on_platform(_backward_cpu, _backward_cuda, spec, token, *rows, *experts)
         return token, dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
@@ -105,7 +111,13 @@ def _forward_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Ar
 
 
 def _backward_cpu(
-    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
+    spec: LayerSpec,
+    token: jax.Array,
+    x: jax.Array,
+    dy: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *experts: jax.Array,
 ) -> tuple:
     token, dx_rows, d_weights, d_experts = ops.backward(spec, token, x, dy, ids, weights, experts)  # type: ignore[arg-type]
     # A route dropped by capacity has a zero row, so it needs no flag here.
@@ -113,7 +125,13 @@ def _backward_cpu(
 
 
 def _backward_cuda(
-    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
+    spec: LayerSpec,
+    token: jax.Array,
+    x: jax.Array,
+    dy: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *experts: jax.Array,
 ) -> tuple:
     dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts)  # type: ignore[arg-type]
     return token, dx, d_weights, *d_experts
@@ -156,9 +174,9 @@ def _partitioned(
 ) -> Callable[..., tuple]:
     """`call` with rows of tokens kept where they are; results that are not rows are summed over the shards.
 
-    The arguments at `token_args` are rows of tokens [..., n] with equal leading dimensions, x first, those behind them the
-    experts, others whole. `token_results`: per result, True for rows of tokens, False for a sum over tokens, None for
-    neither.
+    The arguments at `token_args` are rows of tokens [..., n] with equal leading dimensions, x first, those behind them
+    the experts, others whole. `token_results`: per result, True for rows of tokens, False for a sum over tokens, None
+    for neither.
     """
     wrapped = custom_partitioning(call)
 
@@ -169,14 +187,15 @@ def _partitioned(
         axes = _axes(parts)
         if axes and spec.config.capacity is not None:
             raise ValueError(
-                f"moe: tokens are sharded over {axes} under plain jit, but capacity counts the tokens of all shards; use "
-                "expert_parallel, or leave the tokens replicated"
+                f"moe: tokens are sharded over {axes} under plain jit, but capacity counts the tokens of all shards; "
+                "use expert_parallel, or leave the tokens replicated"
             )
         for arg in args[token_args.stop :]:
             if any(part is not None for part in _spec_of(arg)):
                 raise ValueError(
                     f"moe: expert tensor of shape {arg.shape} is sharded as {_spec_of(arg)} under plain jit, where it "
-                    "would be gathered; use expert_parallel, or replicate it first with jax.lax.with_sharding_constraint"
+                    "would be gathered; use expert_parallel, or replicate it first with "
+                    "jax.lax.with_sharding_constraint"
                 )
         return parts
 
@@ -222,7 +241,9 @@ def _partitioned(
         if mesh is None:
             return wrapped(*args)
         if mesh.auto_axes:
-            raise ValueError(f"moe: under plain jit the mesh axes must be all Auto or all Explicit, got {mesh.axis_types}")
+            raise ValueError(
+                f"moe: under plain jit the mesh axes must be all Auto or all Explicit, got {mesh.axis_types}"
+            )
         # Shardings are in the types: the partitioner has no say, and custom_partitioning does not know them.
         rows = token_spec(types)
         return jax.jit(functools.partial(_shard_map, local_call(_axes(rows)), mesh, *specs(rows, types)))(*args)

@@ -1,7 +1,7 @@
 """One function per handler: operands in the handler's order, result descriptors, aliases. Nothing is decided here.
 
-Contract: the expert tensors travel as a six-tuple (gate, up, down, b_gate, b_up, b_down), absent ones of one element; packed
-`w_gate_up` [L, H, 2I] is gate with an empty up. Ring operations take `mem` first and return it in place. These are
+Contract: the expert tensors travel as a six-tuple (gate, up, down, b_gate, b_up, b_down), absent ones of one element;
+packed `w_gate_up` [L, H, 2I] is gate with an empty up. Ring operations take `mem` first and return it in place. These are
 not differentiable; vjp.py attaches the gradient.
 """
 
@@ -68,7 +68,9 @@ def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, e
     """x [T, H], ids [T, K] int32, weights [T, K] f32 -> y [T, H], expert_rows [L], counts [3] (int32)."""
     results = (ffi.like(x, x.shape, x.dtype), *_stats(spec, x))
     attributes = spec.attributes() | {"checks": np.int32(spec.checks)}
-    return tuple(ffi.call("forward", results, x, ids, weights, *experts, attributes=attributes, side_effect=spec.checks))
+    return tuple(
+        ffi.call("forward", results, x, ids, weights, *experts, attributes=attributes, side_effect=spec.checks)
+    )
 
 
 def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
@@ -78,7 +80,9 @@ def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) 
     return tuple(ffi.call("rows", results, x, local_ids, *experts, attributes=spec.attributes()))
 
 
-def combine(spec: LayerSpec, expert_rows: jax.Array, ids: jax.Array, weights: jax.Array, dropped: jax.Array) -> jax.Array:
+def combine(
+    spec: LayerSpec, expert_rows: jax.Array, ids: jax.Array, weights: jax.Array, dropped: jax.Array
+) -> jax.Array:
     """rows [T, K, H], ids [T, K] (negative: skipped), weights f32, dropped uint8 -> y [T, H], k ascending."""
     result = ffi.like(expert_rows, (expert_rows.shape[0], expert_rows.shape[2]), expert_rows.dtype)
     return ffi.call("combine", result, expert_rows, ids, weights, dropped, attributes=spec.attributes())

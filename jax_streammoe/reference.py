@@ -78,9 +78,7 @@ def reference(
     masked, lowest token index kept. Deterministic within one compiled program; not bitwise equal to the
     kernels.
     """
-    check_moe_args(
-        x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, config.num_experts
-    )
+    check_moe_args(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, config.num_experts)
     num_experts, top_k, hidden = config.num_experts, config.top_k, config.hidden
     tokens = x.reshape(-1, hidden)
     ids = topk_ids.reshape(-1, top_k)
@@ -134,9 +132,7 @@ def _masked(rows: jax.Array, owned: jax.Array) -> jax.Array:
     return jnp.where(owned[:, None], rows, jnp.zeros((), rows.dtype))
 
 
-def _expert(
-    config: MoEConfig, x: Any, gate: Any, up: Any, down: Any, b_gate: Any, b_up: Any, b_down: Any
-) -> jax.Array:
+def _expert(config: MoEConfig, x: Any, gate: Any, up: Any, down: Any, b_gate: Any, b_up: Any, b_down: Any) -> jax.Array:
     """One expert's MLP on [T, H]; float32 accumulators, rounded after the activation and at the end."""
     pre_gate = _affine(x, gate, b_gate)
     pre_up = None if up is None else _affine(x, up, b_up)

@@ -75,7 +75,9 @@ class _RingMethods:
         if not ffi.compiled.ring_exists(self.name):
             raise RuntimeError(f"ring {self.name!r} is closed: call make_ring again")
         if why := ffi.compiled.ring_failure(self.name):
-            raise RuntimeError(f"ring {self.name!r} is unusable, call make_ring again on all ranks; it failed with: {why}")
+            raise RuntimeError(
+                f"ring {self.name!r} is unusable, call make_ring again on all ranks; it failed with: {why}"
+            )
 
     def __repr__(self) -> str:
         # Never the arrays: printing one keeps a NumPy view, and its next donation would be a copy.
@@ -137,7 +139,10 @@ def with_ring(ring: Ring | RingRef | None, function: Callable[..., tuple], *args
 
 
 def after(ring: Ring, *others: Any) -> Ring:
-    """Returns `ring`, ordered after `others` (arrays or rings): two rings of one program need one order on all ranks."""
+    """Returns `ring`, ordered after `others` (arrays or rings).
+
+    Two rings of one program need one order on all ranks.
+    """
     mem, token = _after(ring.mem, ring.token, [o.token if isinstance(o, Ring) else o for o in others])
     return dataclasses.replace(ring, mem=mem, token=token)
 
@@ -160,8 +165,9 @@ def _(primals: Any, tangents: Any) -> Any:
     return _after(*primals), tangents[:2]
 
 
-def _after_local(mem: jax.Array, token: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
-    return ops.after((mem, token), others)
+def _after_local(mem: jax.Array, token: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mem, token = ops.after((mem, token), others)
+    return mem, token
 
 
 # Every operand stays as it is sharded; each device waits for its own shards.
@@ -171,7 +177,8 @@ _after_partitioned.def_partition(
         mesh, _after_local, tuple(a.sharding for a in args[:2]), tuple(a.sharding for a in args)
     ),
     sharding_rule=lambda mesh, args, results: (
-        ", ".join(" ".join(f"f{n}d{d}" for d in range(len(a.shape))) for n, a in enumerate(args)) + " -> f0d0 f0d1, f1d0 f1d1"
+        ", ".join(" ".join(f"f{n}d{d}" for d in range(len(a.shape))) for n, a in enumerate(args))
+        + " -> f0d0 f0d1, f1d0 f1d1"
     ),
 )  # fmt: skip
 
@@ -201,21 +208,26 @@ def make_ring(
 
     Returns a Ring of `ring_bytes(...)` bytes per rank (in shared memory when several processes take part).
 
-    Raises ValueError for sizes, axes or a config that do not fit, RuntimeError when processes disagree or one is missing.
+    Raises ValueError for sizes, axes or a config that do not fit, RuntimeError when processes disagree or one is
+    missing.
     """
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise ValueError("make_ring is called outside of jit: it allocates the memory that programs then share")
     members, num_groups, num_ranks = _members(mesh, axis_names)
     config.local_experts(num_ranks)
-    shape = ring_shape(config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens)
+    shape = ring_shape(
+        config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens
+    )
     most = num_ranks * num_slots * chunk_tokens
     if not num_ranks * chunk_tokens <= shape.pool_tokens <= most:
         raise ValueError(
             f"pool_tokens must be in {num_ranks * chunk_tokens}..{most} (R*C..R*S*C), got {shape.pool_tokens}"
         )
     if config.capacity is not None and shape.pool_tokens < most:
-        raise ValueError(f"pool_tokens must be {most} with capacity=, which needs all routes at once, got {shape.pool_tokens}")
+        raise ValueError(
+            f"pool_tokens must be {most} with capacity=, which needs all routes at once, got {shape.pool_tokens}"
+        )
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     local = [m for m in members if m.process == jax.process_index()]
@@ -278,7 +290,8 @@ def _allocate(spec: RingSpec, mesh: Mesh | None) -> Ring:
     def zeros() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((devices, num_bytes), jnp.uint8), jnp.zeros((devices, 1), jnp.float32)
 
-    return Ring(*zeros(), spec)
+    mem, token = zeros()
+    return Ring(mem, token, spec)
 
 
 def _register_mem(spec: RingSpec, mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]:

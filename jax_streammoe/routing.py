@@ -130,9 +130,7 @@ def load_balance_loss(probs: jax.Array, ids: jax.Array, num_experts: int) -> jax
     if probs.ndim < 1 or probs.shape[-1] != num_experts:
         raise ValueError(f"probs must have shape (..., {num_experts}), got {probs.shape}")
     if ids.ndim < 1 or ids.shape[:-1] != probs.shape[:-1]:
-        raise ValueError(
-            f"ids must have shape {(*probs.shape[:-1], 'K')} like probs {probs.shape}, got {ids.shape}"
-        )
+        raise ValueError(f"ids must have shape {(*probs.shape[:-1], 'K')} like probs {probs.shape}, got {ids.shape}")
     ids = ids.reshape(-1, ids.shape[-1])
     probs = probs.reshape(-1, num_experts).astype(jnp.float32)
     valid = (ids >= 0) & (ids < num_experts)
@@ -153,9 +151,7 @@ def _masked_softmax(values: jax.Array, valid: jax.Array) -> jax.Array:
     return powers / jnp.maximum(jnp.sum(powers, axis=-1, keepdims=True), _TINY)
 
 
-def _select(
-    values: jax.Array, bias: Any, num_groups: int | None, group_topk: int | None, top_k: int
-) -> jax.Array:
+def _select(values: jax.Array, bias: Any, num_groups: int | None, group_topk: int | None, top_k: int) -> jax.Array:
     """Ids of the K best of `values + bias`, within the best groups when grouped."""
     if bias is not None:
         values = values + jnp.broadcast_to(lax.stop_gradient(bias).astype(jnp.float32), values.shape)

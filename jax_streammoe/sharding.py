@@ -2,8 +2,8 @@
 
 Contract: experts are split over `axis_name`, tokens over `token_spec`; further mesh axes hold more tokens or copies.
 Arrays may come sharded otherwise, replicated or uncommitted: on Explicit meshes they are resharded to what the layer
-wants, on Auto meshes the partitioner does it. Gradients of what is replicated over an axis are summed over it. A ring in
-`jax.Ref`s is loaded and stored outside of the shard_map. There is no all-gather of tokens or experts that the
+wants, on Auto meshes the partitioner does it. Gradients of what is replicated over an axis are summed over it. A ring
+in `jax.Ref`s is loaded and stored outside of the shard_map. There is no all-gather of tokens or experts that the
 caller did not ask for by sharding them otherwise.
 """
 
@@ -66,14 +66,15 @@ class ExpertParallel:
         """The batch-ready layer: x [..., H], ids and weights [..., K], experts [E, ...], all global.
 
         `num_valid`: int32 [devices that hold tokens] valid tokens of each token shard, or None. Returns
-        (y [..., H], ring, StreamInfo(None, stats)); stats hold expert_rows [E] (or [D * E] with further token axes D) and
-        counts per token shard. Gradients, errors and bits as `moe`.
+        (y [..., H], ring, StreamInfo(None, stats)); stats hold expert_rows [E] (or [D * E] with further token axes D)
+        and counts per token shard. Gradients, errors and bits as `moe`.
         """
         self._check("ep.moe", ring)
         per_rank = functools.partial(self._moe_rank, checks)
         return self._run(
-            per_rank, x, (topk_ids, topk_weights), (), w_gate_up, w_down, b_gate_up, b_down, num_valid, ring, return_stats
-        )
+            per_rank, x, (topk_ids, topk_weights), (), w_gate_up, w_down, b_gate_up, b_down, num_valid, ring,
+            return_stats,
+        )  # fmt: skip
 
     def stream(
         self, x: jax.Array, route: Callable[..., Any], w_gate_up: Any, w_down: jax.Array, *,
@@ -83,7 +84,8 @@ class ExpertParallel:
     ) -> tuple[jax.Array, Ring | RingRef | None, stream.StreamInfo]:  # fmt: skip
         """The streamed layer: `route` runs per rank and chunk on x_c [c, H]; arguments as `stream_moe`, all global.
 
-        `route_args` are replicated, `token_args` [..., n] sharded like tokens; aux comes back with the leading dims of x.
+        `route_args` are replicated, `token_args` [..., n] sharded like tokens; aux comes back with the leading dims of
+        x.
         """
         self._check("ep.stream", ring)
         options = dict(policy=policy, schedule=schedule, chunks=chunks, checks=checks, return_stats=True)
@@ -98,8 +100,9 @@ class ExpertParallel:
         ring: Ring | None,
     ) -> tuple:  # fmt: skip
         config = self.config
-        rows = (a.reshape(-1, a.shape[-1]) for a in (x, *token_args))
-        prepared = api.prepare(*rows, *experts, config, num_valid)
+        rows, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, *token_args))
+        w_gate_up, w_down, b_gate_up, b_down = experts
+        prepared = api.prepare(rows, ids, weights, w_gate_up, w_down, b_gate_up, b_down, config, num_valid)
         if ring is None:
             layer = LayerSpec(config, config.local_experts(self.num_ranks), checks=check_ids)
             return *stream.forward_over_ranks(layer, self.axis_names, prepared), None, ring
@@ -108,22 +111,22 @@ class ExpertParallel:
         return y, stats, None, ring
 
     def _stream_rank(
-        self, route: Callable, options: dict, x: jax.Array, token_args: Any, route_args: Any, experts: tuple, num_valid: Any,
-        ring: Ring | None,
+        self, route: Callable, options: dict, x: jax.Array, token_args: Any, route_args: Any, experts: tuple,
+        num_valid: Any, ring: Ring | None,
     ) -> tuple:  # fmt: skip
         w_gate_up, w_down, b_gate_up, b_down = experts
         rows = x.reshape(-1, self.config.hidden)
         token_args = jax.tree.map(lambda a: a.reshape(rows.shape[0], *a.shape[x.ndim - 1 :]), token_args)
-        y, ring, info = stream.stream_moe(
+        y, used, info = stream.stream_moe(
             rows, route, w_gate_up, w_down, config=self.config, ring=ring, b_gate_up=b_gate_up, b_down=b_down,
             route_args=route_args, token_args=token_args, num_valid=num_valid, axis_name=self.axis_names, **options,
         )  # fmt: skip
         aux = jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[1:]), info.aux)
-        return y, info.stats, aux, ring
+        return y, info.stats, aux, used
 
     def _run(
-        self, per_rank: Callable, x: jax.Array, token_args: Any, route_args: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any,
-        b_down: Any, num_valid: Any, ring: Ring | RingRef | None, return_stats: bool,
+        self, per_rank: Callable, x: jax.Array, token_args: Any, route_args: Any, w_gate_up: Any, w_down: Any,
+        b_gate_up: Any, b_down: Any, num_valid: Any, ring: Ring | RingRef | None, return_stats: bool,
     ) -> tuple:  # fmt: skip
         checks.check_tokens(x, self.config)
         checks.check_weights(w_gate_up, w_down, b_gate_up, b_down, self.config, self.config.num_experts)
@@ -145,8 +148,7 @@ class ExpertParallel:
         token_axes = tuple(a for part in tokens for a in _axes(part))
         others = tuple(a for a in token_axes if a not in self.axis_names)
         per_rank_stats = P(tuple(self.mesh.axis_names)) if ring is not None else P((*others, *self.axis_names))
-        counts = per_rank_stats
-        stats_spec = api.Stats(per_rank_stats, counts, counts, counts)
+        stats_spec = api.Stats._make([per_rank_stats] * len(api.Stats._fields))
         args = self._place(
             (x, token_args, route_args, (w_gate_up, w_down, b_gate_up, b_down), num_valid),
             (tokens, tokens, whole, weight, valid),
@@ -160,18 +162,22 @@ class ExpertParallel:
             ring = None if ring is None else self._place((ring,), (self.ring_spec,))[0]
             specs = (tokens, tokens, whole, weight, valid, self.ring_spec)
             out_specs = (tokens, tokens, stats_spec, self.ring_spec)
-            return jax.shard_map(rank, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)(
-                *args, ring
+            per_shard: Callable[..., tuple] = jax.shard_map(
+                rank, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma
             )
+            return per_shard(*args, ring)
 
         y, aux, stats, ring = with_ring(ring, run, args)
         return y, ring, stream.StreamInfo(aux, stats if return_stats else None)
 
     def _run_empty(
-        self, per_rank: Callable, x: jax.Array, token_args: Any, route_args: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any,
-        b_down: Any, ring: Ring | RingRef | None, return_stats: bool,
+        self, per_rank: Callable, x: jax.Array, token_args: Any, route_args: Any, w_gate_up: Any, w_down: Any,
+        b_gate_up: Any, b_down: Any, ring: Ring | RingRef | None, return_stats: bool,
     ) -> tuple:  # fmt: skip
-        """A call without tokens, as one with a masked token per shard: jaxlib 0.11 crashes on empty shard_map operands."""
+        """A call without tokens, as one with a masked token per shard.
+
+        jaxlib 0.11 crashes on empty shard_map operands.
+        """
         sizes = [math.prod(self.mesh.shape[a] for a in _axes(part)) for part in tuple(self.token_spec)[: x.ndim - 1]]
         sizes += [1] * (x.ndim - 1 - len(sizes))
         leading = tuple(n or size for n, size in zip(x.shape, sizes, strict=False))
@@ -198,7 +204,9 @@ class ExpertParallel:
         for dim, part in enumerate(parts):
             size = math.prod(self.mesh.shape[a] for a in _axes(part))
             if x.shape[dim] % size:
-                raise ValueError(f"x: dimension {dim} of {x.shape} must be a multiple of {size}, mesh axes {_axes(part)}")
+                raise ValueError(
+                    f"x: dimension {dim} of {x.shape} must be a multiple of {size}, mesh axes {_axes(part)}"
+                )
         return P(*parts)
 
     def _check_num_valid(self, num_valid: Any, spec: P) -> None:
@@ -211,8 +219,8 @@ class ExpertParallel:
         manual = get_abstract_mesh().manual_axes
         if manual:
             raise ValueError(
-                f"{what} takes global arrays and is called outside of shard_map, got manual axes {tuple(manual)}; inside, use "
-                "stream_moe"
+                f"{what} takes global arrays and is called outside of shard_map, got manual axes {tuple(manual)}; "
+                "inside, use stream_moe"
             )
         if ring is not None and self.transport != "pull":
             raise ValueError(f'{what}: transport "{self.transport}" uses no ring, got one; pass ring=None')
@@ -222,8 +230,8 @@ class ExpertParallel:
             raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
         if ring.spec.axis_names != self.axis_names or dict(ring.spec.mesh_axes) != dict(self.mesh.shape):
             raise ValueError(
-                f"{what}: ring {ring.name!r} was made for axis_name {ring.spec.axis_names} of mesh {dict(ring.spec.mesh_axes)}, "
-                f"got {self.axis_names} of {dict(self.mesh.shape)}"
+                f"{what}: ring {ring.name!r} was made for axis_name {ring.spec.axis_names} of mesh "
+                f"{dict(ring.spec.mesh_axes)}, got {self.axis_names} of {dict(self.mesh.shape)}"
             )
 
 

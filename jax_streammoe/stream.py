@@ -110,7 +110,9 @@ def publish_route(stream: Stream, chunk: Any, topk_ids: jax.Array, topk_weights:
     ids, weights = vjp.vary_together((ids, weights), stream.mem)
     index, operand = ops.as_chunk(chunk), lax.stop_gradient(weights)
     mem, y = ops.publish_route(stream.spec, _no_vmap(stream.mem, index, ids, operand), stream.y, index, ids, operand)
-    routes = stream.routes | {chunk: (ids, weights) if stream.record else ()} if isinstance(chunk, int) else stream.routes
+    routes = (
+        stream.routes | {chunk: (ids, weights) if stream.record else ()} if isinstance(chunk, int) else stream.routes
+    )
     return dataclasses.replace(stream, mem=mem, y=y, routes=routes, marks=_mark(stream, WEIGHTS, weights))
 
 
@@ -298,7 +300,13 @@ def _batch_ready(
 
 
 def _routed_operands(
-    config: MoEConfig, x: jax.Array, route: Callable, experts: Experts, route_args: tuple, token_args: tuple, num_valid: Any
+    config: MoEConfig,
+    x: jax.Array,
+    route: Callable,
+    experts: Experts,
+    route_args: tuple,
+    token_args: tuple,
+    num_valid: Any,
 ) -> tuple[Routed, api.Prepared]:
     """Routes all tokens at once; -> what the route function returned, and the operands of the handlers."""
     routed = _route(route, x, token_args, route_args)
@@ -315,7 +323,9 @@ def _open(ring: Ring | RingRef, experts: Experts, spec: StreamSpec, num_valid: A
     experts = vjp.vary_together(experts, functional.mem)
     operands = lax.stop_gradient(experts)
     mem, y = ops.open_stream(spec, _no_vmap(functional.mem, *operands), None, operands)
-    unmarked = {} if record else {what: vjp.vary_together(jnp.zeros((), jnp.float32), mem) for what in (TOKENS, WEIGHTS)}
+    unmarked = (
+        {} if record else {what: vjp.vary_together(jnp.zeros((), jnp.float32), mem) for what in (TOKENS, WEIGHTS)}
+    )
     gradient = _gradient(ring.spec, spec.layer)
     return Stream(ring, mem, functional.token, y, experts, num_valid, {}, {}, unmarked, spec, gradient, record)
 

@@ -88,8 +88,8 @@ class Bootstrap:
         for process, spec in self._exchange("spec", self._spec).items():
             if spec != self._spec:
                 raise RuntimeError(
-                    f"ring {self._name!r}: processes disagree; every process must call make_ring with the same arguments "
-                    f"in the same order. Process {self._me} has {self._spec}, process {process} has {spec}"
+                    f"ring {self._name!r}: processes disagree; every process must call make_ring with the same "
+                    f"arguments in the same order. Process {self._me} has {self._spec}, process {process} has {spec}"
                 )
 
     def _exchange(self, what: str, value: str) -> dict[int, str]:

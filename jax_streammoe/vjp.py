@@ -30,7 +30,8 @@ class GradientSpec:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attach(
-    spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, token: jax.Array
+    spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts,
+    token: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns `(y, token)`; y [T, H] gets the gradient with respect to x, weights [T, K] f32 and the experts."""
     del x, ids, weights, experts
@@ -38,7 +39,8 @@ def attach(
 
 
 def _attach_forward(
-    spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, token: jax.Array
+    spec: GradientSpec, y: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts,
+    token: jax.Array,
 ) -> tuple[Any, Any]:  # fmt: skip
     token = _token_after(spec, token, y)
     return (y, token), (x, ids, weights, experts, token)
@@ -48,7 +50,7 @@ def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tup
     x, ids, weights, experts, forward_token = residuals
     dy, token = cotangents
     if _is_ordered(spec):
-        # After the forward call, and after the backward calls of later layers: ranks wait for each other in all of them.
+        # After the forward call and the backward calls of later layers: ranks wait for each other in all of them.
         token, ids = ops.after((token, ids), (forward_token,))
     x, dy, weights, experts = first_order_only((x, dy, weights, experts))
     if spec.axis_names:
@@ -80,7 +82,8 @@ def first_order_only(operands: Any) -> Any:
 @first_order_only.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "the gradient of the expert layer is first order only: its backward is a kernel and cannot be differentiated again"
+        "the gradient of the expert layer is first order only: its backward is a kernel and cannot be differentiated "
+        "again"
     )
 
 
@@ -98,7 +101,10 @@ def _(what: str, primals: Any, tangents: Any) -> Any:
 
 @jax.custom_jvp
 def witness(mark: jax.Array, value: jax.Array) -> jax.Array:
-    """`mark` [], which has a tangent from now on if `value` has one: it remembers that `value` is being differentiated."""
+    """`mark` [], which has a tangent from now on if `value` has one.
+
+    So it remembers that `value` is being differentiated.
+    """
     del value
     return mark
 

@@ -126,9 +126,7 @@ def plan_chunks(
                 f"chunk_tokens = {slots * limit}, got {tokens}"
             )
         if counts[0] > slots:
-            raise ValueError(
-                f"capacity needs one slot per chunk: chunks must be at most {slots}, got {counts[0]}"
-            )
+            raise ValueError(f"capacity needs one slot per chunk: chunks must be at most {slots}, got {counts[0]}")
         ends: tuple[int, ...] = (counts[0],)
     else:
         ends = plan_waves(
@@ -188,9 +186,7 @@ def chunk_bounds(plan: ChunkPlan, num_tokens: int, chunk: int) -> tuple[int, int
     return start, min(start + plan.chunk_tokens, stop_of_macro)
 
 
-def validate_publication_order(
-    plan: ChunkPlan, published: Collection[int], chunk: int, *, num_slots: int
-) -> None:
+def validate_publication_order(plan: ChunkPlan, published: Collection[int], chunk: int, *, num_slots: int) -> None:
     """Raises ValueError when publishing `chunk` next could wait for a kernel that is not enqueued yet.
 
     `published` holds the chunks whose routing and layout are both published. A wave is enqueued once all
@@ -216,9 +212,7 @@ def validate_publication_order(
             )
 
 
-def _cut(
-    macro_tokens: int, limit: int, chunks: int | str | None, load: int, cost: CostModel
-) -> tuple[int, int]:
+def _cut(macro_tokens: int, limit: int, chunks: int | str | None, load: int, cost: CostModel) -> tuple[int, int]:
     """Returns (chunks per macro-chunk, tokens per chunk) of a non-empty macro-chunk."""
     fewest = _ceil_div(macro_tokens, limit)
     if chunks is None:

@@ -221,12 +221,8 @@ def test_ring_texts_name_the_ring_the_causes_and_the_remedy():
     assert text.endswith("make a new one with make_ring") and "checkpoint_policy" in text
     assert "make_ring" in checks.RING_PICKLE and "sm.moe" in checks.RING_VMAP
     text = checks.PARTIAL_MANUAL.format(what="stream_moe", manual=("ep",), rest=("data",))
-    assert text.startswith(
-        "stream_moe needs a shard_map that is manual over all mesh axes, got manual ('ep',)"
-    )
-    assert checks.NO_RESIDUALS.format(what="x").startswith(
-        "x is being differentiated, but this stream keeps no"
-    )
+    assert text.startswith("stream_moe needs a shard_map that is manual over all mesh axes, got manual ('ep',)")
+    assert checks.NO_RESIDUALS.format(what="x").startswith("x is being differentiated, but this stream keeps no")
 
 
 def test_not_published_text():

@@ -25,6 +25,7 @@ def operands_of(problem):
 
 def loss_of(problem):
     """A scalar function of the operands, non-linear in y."""
+
     def loss(operands):
         y, _, _ = layer("moe", problem.config, None, problem.topk_ids, operands)
         return jnp.sum(jnp.sin(y) * problem.dy)
@@ -94,6 +95,7 @@ def layers_problem(rng, num_layers=2, **config):
 
 def block(how, config, policy, x, ring, weights, ids):
     """A residual block whose layer output feeds something non-linear: y is needed in the backward."""
+
     def inner(x, ring, weights):
         y, _, ring = layer(how, config, ring, ids, {"x": x, **weights})
         return x + jnp.tanh(y), ring
@@ -107,6 +109,7 @@ def block(how, config, policy, x, ring, weights, ids):
 def stack_step(how, config, policy, scan, x, ring, stacks, ids, dy):
     def forward(x, stacks):
         if scan:
+
             def body(carry, layer_arrays):
                 return block(how, config, policy, *carry, *layer_arrays), None
 
@@ -123,6 +126,7 @@ def stack_step(how, config, policy, scan, x, ring, stacks, ids, dy):
 
 def reference_stack(problem, stacks, ids):
     """The same stack in JAX's own arithmetic."""
+
     def forward(x, stacks):
         for n in range(ids.shape[0]):
             w = jax.tree.map(lambda a, n=n: a[n], stacks)
@@ -296,6 +300,7 @@ def test_forward_mode_is_refused_with_jaxs_text(rng, name):
 def test_forward_mode_over_a_stream_is_refused(rng, how):
     problem = oracle.make_problem(rng, **F32)
     with ring_for(problem.config) as ring:
+
         def f(x):
             return layer(how, problem.config, ring, problem.topk_ids, operands_of(problem) | {"x": x})[0]
 

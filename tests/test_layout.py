@@ -74,9 +74,7 @@ def test_regions_are_aligned_ordered_and_hold_their_content(shape):
 
 
 def test_beyond_31_bits():
-    shape = RingShape(
-        num_ranks=8, num_slots=8, chunk_tokens=4096, hidden=8192, top_k=8, itemsize=2, pool_tokens=2**18
-    )
+    shape = RingShape(num_ranks=8, num_slots=8, chunk_tokens=4096, hidden=8192, top_k=8, itemsize=2, pool_tokens=2**18)
     assert ring_layout(shape) == dict(_jax_streammoe.ring_layout(dataclasses.asdict(shape)))
     assert ring_layout(shape)["total"] > 2**33
 

@@ -86,9 +86,7 @@ def test_half_precision_value_and_gradients(rng, activation, limit, dtype):
 
 @pytest.mark.parametrize("capacity", [0, 1, 5, 1000])
 def test_capacity_keeps_the_lowest_tokens(rng, capacity):
-    problem = oracle.make_problem(
-        rng, **SIZES, dtype=jnp.float32, capacity=capacity, masked=0.1, duplicates=True
-    )
+    problem = oracle.make_problem(rng, **SIZES, dtype=jnp.float32, capacity=capacity, masked=0.1, duplicates=True)
     kept = oracle.kept_routes(problem)
     rows = np.bincount(problem.topk_ids[problem.topk_ids >= 0], minlength=SIZES["E"])
     assert kept.sum() == np.minimum(rows, capacity).sum() and rows.max() > 5
@@ -195,9 +193,7 @@ def test_vmap_and_second_order(rng):
 
 def test_backward_memory_does_not_grow_with_rows_times_experts(rng):
     p = oracle.as_jax(oracle.make_problem(rng, T=512, H=64, I=64, E=32, K=2, dtype=jnp.float32))
-    step = jax.jit(
-        jax.grad(lambda x, w: jnp.sum(reference(x, p.topk_ids, w, *p.args[3:], **p.kwargs)), (0, 1))
-    )
+    step = jax.jit(jax.grad(lambda x, w: jnp.sum(reference(x, p.topk_ids, w, *p.args[3:], **p.kwargs)), (0, 1)))
     temporary = step.lower(p.x, p.topk_weights).compile().memory_analysis().temp_size_in_bytes
     assert temporary < 16 * p.x.nbytes  # one array [E, T, H] would be 32
 

@@ -147,9 +147,7 @@ def test_more_routes_than_experts_only_by_table():
     with pytest.raises(ValueError, match=r"^top_k must be at most num_experts = 2, got 3$"):
         route_topk(jnp.zeros((1, 2)), cfg)
     table = jnp.asarray([[0, 1, 1]], jnp.int32)
-    assert route_topk(
-        jnp.zeros((1, 2)), cfg, hash_table=table, token_ids=jnp.zeros(1, jnp.int32)
-    ).ids.shape == (1, 3)
+    assert route_topk(jnp.zeros((1, 2)), cfg, hash_table=table, token_ids=jnp.zeros(1, jnp.int32)).ids.shape == (1, 3)
 
 
 def test_named_values_are_saved_so_selection_runs_once(rng):
@@ -243,9 +241,7 @@ def test_load_balance_loss_matches_the_loop(rng):
     got, grad = jax.value_and_grad(load_balance_loss)(jnp.asarray(poisoned), jnp.asarray(ids), E)
     assert got.dtype == jnp.float32 and got.shape == ()
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    np.testing.assert_allclose(
-        grad[used], np.tile(E * counts / counts.sum() / used.sum(), (used.sum(), 1)), rtol=1e-5
-    )
+    np.testing.assert_allclose(grad[used], np.tile(E * counts / counts.sum() / used.sum(), (used.sum(), 1)), rtol=1e-5)
     assert not grad[~used].any()
 
 
@@ -261,7 +257,5 @@ def test_load_balance_loss_at_its_ends():
 def test_load_balance_loss_refusals():
     with pytest.raises(ValueError, match=re.escape("probs must have shape (..., 8), got (37, 16)")):
         load_balance_loss(jnp.zeros((T, E)), jnp.zeros((T, K), jnp.int32), 8)
-    with pytest.raises(
-        ValueError, match=re.escape("ids must have shape (37, 'K') like probs (37, 16), got (3, 4)")
-    ):
+    with pytest.raises(ValueError, match=re.escape("ids must have shape (37, 'K') like probs (37, 16), got (3, 4)")):
         load_balance_loss(jnp.zeros((T, E)), jnp.zeros((3, K), jnp.int32), E)

@@ -26,9 +26,7 @@ def copy_of(problem, *names):
 @both_passes
 @pytest.mark.parametrize("dtype", [jnp.float32, *HALVES])
 def test_masked_invalid_and_duplicate_ids(rng, how, dtype):
-    problem = oracle.make_problem(
-        rng, **SIZES, dtype=dtype, masked=0.2, invalid=0.1, duplicates=True, use_bias=True
-    )
+    problem = oracle.make_problem(rng, **SIZES, dtype=dtype, masked=0.2, invalid=0.1, duplicates=True, use_bias=True)
     problem.topk_ids[4], problem.topk_ids[13] = -1, (-2, 6, 2**31 - 1)
     kept = oracle.kept_routes(problem)
     result = check(how, problem)

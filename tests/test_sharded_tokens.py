@@ -213,9 +213,7 @@ def test_partial_manual_shard_map_is_refused(rng, call):
     def per_rank(x, ids, weights):
         if call == "moe":
             return sm.moe(x, ids, weights, *problem.args[3:], config=problem.config)
-        return sm.stream_moe(
-            x, lambda _, *r: r, *problem.args[3:], config=problem.config, token_args=(ids, weights)
-        )[0]
+        return sm.stream_moe(x, lambda _, *r: r, *problem.args[3:], config=problem.config, token_args=(ids, weights))[0]
 
     f = jax.shard_map(per_rank, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"})
     text = rf"{call} needs a shard_map .* over all mesh axes, got manual \('data',\) and not manual \('model',\)"

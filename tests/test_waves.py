@@ -75,9 +75,7 @@ def test_chunks_cover_every_token_once_in_order_and_fit(call):
 def test_waves_are_non_empty_within_the_slots_and_seal_every_macro_chunk(call):
     plan = make_plan(call)
     starts = (0, *plan.wave_ends[:-1])
-    assert all(
-        0 < end - start <= call["num_slots"] for start, end in zip(starts, plan.wave_ends, strict=True)
-    )
+    assert all(0 < end - start <= call["num_slots"] for start, end in zip(starts, plan.wave_ends, strict=True))
     assert plan.wave_ends[-1] == plan.macro_ends[-1] == plan.num_chunks
     assert set(plan.macro_ends) <= set(plan.wave_ends)
     assert sum(map(plan.is_final_wave, range(len(plan.wave_ends)))) == len(plan.macro_ends)
@@ -96,9 +94,7 @@ def test_every_legal_order_ends_and_in_order_is_always_legal(call, random):
         validate_publication_order(plan, range(n), n, num_slots=slots)
     published = set()
     while len(published) < plan.num_chunks:
-        legal = [
-            n for n in range(plan.num_chunks) if n not in published and _is_legal(plan, published, n, slots)
-        ]
+        legal = [n for n in range(plan.num_chunks) if n not in published and _is_legal(plan, published, n, slots)]
         assert legal, (plan, published)
         published.add(random.choice(legal))
 
@@ -113,9 +109,7 @@ def test_publication_order_agrees_with_its_definition(call):
             reused = n - slots
             waits_for_wave = reused >= 0 and missing < plan.wave_ends[plan.wave_of(reused)]
             waits_for_macro = plan.macro_of(missing) < plan.macro_of(n)
-            assert _is_legal(plan, published, n, slots) == (
-                not (waits_for_wave or waits_for_macro) or missing == n
-            )
+            assert _is_legal(plan, published, n, slots) == (not (waits_for_wave or waits_for_macro) or missing == n)
 
 
 def _is_legal(plan, published, chunk, num_slots):
@@ -225,9 +219,7 @@ def test_chunks_of_the_wrong_type():
 
 def test_publication_errors_say_what_to_publish_first():
     plan = plan_chunks(12, ring_chunk_tokens=1, num_slots=4, chunks=None, **QWEN)  # macro-chunks of 4
-    wide = plan_chunks(
-        8, ring_chunk_tokens=4, num_slots=2, chunks=4, **QWEN
-    )  # 4 chunks over 2 slots, waves of 2
+    wide = plan_chunks(8, ring_chunk_tokens=4, num_slots=2, chunks=4, **QWEN)  # 4 chunks over 2 slots, waves of 2
     assert plan.macro_ends == (4, 8, 12) and wide.wave_ends == (2, 4)
     with pytest.raises(ValueError, match=re.escape(
         "chunk 4 belongs to macro-chunk 1, which shares the ring's pool of 4 slots with the one before: "
@@ -249,6 +241,4 @@ def test_plans_need_no_jax():
     """waves.py itself imports nothing of JAX; `config`, which it shares a check with, only names dtypes."""
     source = (Path(__file__).parents[1] / "jax_streammoe/waves.py").read_text()
     assert not re.search(r"^\s*(import|from) (jax|numpy)", source, re.MULTILINE)
-    subprocess.run(
-        [sys.executable, "-c", "import jax_streammoe.waves"], check=True, cwd=Path(__file__).parents[1]
-    )
+    subprocess.run([sys.executable, "-c", "import jax_streammoe.waves"], check=True, cwd=Path(__file__).parents[1])

@@ -25,11 +25,21 @@ ACTIVATIONS = {"swiglu": 0, "swigluoai": 1, "geglu": 2, "silu": 3, "gelu": 4, "r
 GATED = ("swiglu", "swigluoai", "geglu")
 BLOCK_M = 128
 # (experts, rows per expert, depth, width), and layers (hidden, intermediate, experts, top_k) at T = 8192.
-GEMMS = [(8, 4096, 7168, 4096), (8, 4096, 2048, 7168), (32, 256, 7168, 4096), (32, 256, 2048, 7168),
-         (32, 128, 7168, 4096),
-         (128, 512, 2048, 1536), (128, 512, 768, 2048)]
-LAYERS = {"qwen3-30b": (2048, 768, 128, 8, 480), "qwen3-235b": (4096, 1536, 128, 8, 545),
-          "mixtral-8x7b": (4096, 14336, 8, 2, 640), "dsv3-shard": (7168, 2048, 32, 8, 620)}
+GEMMS = [
+    (8, 4096, 7168, 4096),
+    (8, 4096, 2048, 7168),
+    (32, 256, 7168, 4096),
+    (32, 256, 2048, 7168),
+    (32, 128, 7168, 4096),
+    (128, 512, 2048, 1536),
+    (128, 512, 768, 2048),
+]
+LAYERS = {
+    "qwen3-30b": (2048, 768, 128, 8, 480),
+    "qwen3-235b": (4096, 1536, 128, 8, 545),
+    "mixtral-8x7b": (4096, 14336, 8, 2, 640),
+    "dsv3-shard": (7168, 2048, 32, 8, 620),
+}
 DEV = "cuda"
 
 
@@ -84,12 +94,44 @@ class Plan:
 
     def table(self, index, count):
         start = self.offsets[index]
-        return self.workspace[start:start + 4 * count].view(torch.int32)
+        return self.workspace[start : start + 4 * count].view(torch.int32)
 
-    def gemm(self, up, a, out, depth, width, b0, b1, strides, bias=(None, None, 0), activation="swiglu",
-             limit=math.inf, sms=0, gather=0):
-        self.lib.call("sm_gemm", up, gather, self.workspace, self.t, self.k, self.l, a, out, depth, width, b0, b1,
-                      *strides, *bias, ACTIVATIONS[activation], limit, sms)
+    def gemm(
+        self,
+        up,
+        a,
+        out,
+        depth,
+        width,
+        b0,
+        b1,
+        strides,
+        bias=(None, None, 0),
+        activation="swiglu",
+        limit=math.inf,
+        sms=0,
+        gather=0,
+    ):
+        self.lib.call(
+            "sm_gemm",
+            up,
+            gather,
+            self.workspace,
+            self.t,
+            self.k,
+            self.l,
+            a,
+            out,
+            depth,
+            width,
+            b0,
+            b1,
+            *strides,
+            *bias,
+            ACTIVATIONS[activation],
+            limit,
+            sms,
+        )
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------
@@ -118,8 +160,16 @@ def expected_plan(ids, num_experts, first, total):
 
 def check_plan(lib):
     gen = torch.Generator(device="cpu").manual_seed(1)
-    cases = [(1, 1, 1, 0, 1), (7, 2, 4, 0, 4), (1000, 8, 128, 0, 128), (4096, 8, 32, 32, 128), (8192, 8, 512, 0, 512),
-             (3000, 6, 1024, 0, 1024), (33, 8, 3, 1, 8), (70000, 4, 16, 0, 16)]
+    cases = [
+        (1, 1, 1, 0, 1),
+        (7, 2, 4, 0, 4),
+        (1000, 8, 128, 0, 128),
+        (4096, 8, 32, 32, 128),
+        (8192, 8, 512, 0, 512),
+        (3000, 6, 1024, 0, 1024),
+        (33, 8, 3, 1, 8),
+        (70000, 4, 16, 0, 16),
+    ]
     for t, k, l, first, total in cases:
         ids = torch.randint(-2, total + 1, (t, k), generator=gen, dtype=torch.int32)
         check_one_plan(lib, ids, l, first, total)
@@ -164,16 +214,25 @@ def close(name, got, want, tolerance=4e-3):
 
 
 def random_ids(t, k, e, masked=0.05):
-    ids = torch.rand(t, e, device=DEV).topk(k).indices.to(torch.int32) if k <= e else \
-        torch.randint(0, e, (t, k), device=DEV, dtype=torch.int32)
+    ids = (
+        torch.rand(t, e, device=DEV).topk(k).indices.to(torch.int32)
+        if k <= e
+        else torch.randint(0, e, (t, k), device=DEV, dtype=torch.int32)
+    )
     ids[torch.rand(t, k, device=DEV) < masked] = -1
     return ids.contiguous()
 
 
 def check_gemms(lib):
     torch.manual_seed(2)
-    sizes = [(256, 128, 5, 300, 2), (704, 96, 3, 77, 3), (2880, 2880, 4, 200, 2), (72, 40, 6, 500, 4),
-             (1024, 768, 9, 700, 4), (2048, 1536, 2, 900, 1)]
+    sizes = [
+        (256, 128, 5, 300, 2),
+        (704, 96, 3, 77, 3),
+        (2880, 2880, 4, 200, 2),
+        (72, 40, 6, 500, 4),
+        (1024, 768, 9, 700, 4),
+        (2048, 1536, 2, 900, 1),
+    ]
     worst = 0.0
     for h, i, l, t, k in sizes:
         for kind in ACTIVATIONS:
@@ -194,8 +253,16 @@ def check_gemm_case(lib, h, i, l, t, k, kind, biased):
     b_down = torch.randn(l, h, device=DEV).bfloat16()
     rows, act, out = poison((plan.rows, h)), poison((plan.rows, i)), poison((plan.rows, h))
     lib.call("sm_gather", plan.workspace, x, rows, t, k, l, h)
-    up = (h, i, w, w[:, :, i:] if gated else None, (h * columns, columns),
-          (b, b[:, i:] if gated else None, columns) if biased else (None, None, 0), kind, limit)
+    up = (
+        h,
+        i,
+        w,
+        w[:, :, i:] if gated else None,
+        (h * columns, columns),
+        (b, b[:, i:] if gated else None, columns) if biased else (None, None, 0),
+        kind,
+        limit,
+    )
     gathered = poison((plan.rows, i))
     plan.gemm(1, rows, act, *up)
     plan.gemm(1, x, gathered, *up, gather=1)
@@ -232,8 +299,13 @@ def forward(lib, x, ids, weights, w, w_down, workspace=None, y=None, gather=0):
 
 def check_forward(lib):
     torch.manual_seed(3)
-    for t, k, h, i, l in [(1, 8, 2048, 768, 128), (17, 4, 704, 96, 8), (1000, 8, 1024, 768, 128),
-                          (513, 9, 256, 136, 4), (50, 40, 264, 128, 64)]:
+    for t, k, h, i, l in [
+        (1, 8, 2048, 768, 128),
+        (17, 4, 704, 96, 8),
+        (1000, 8, 1024, 768, 128),
+        (513, 9, 256, 136, 4),
+        (50, 40, 264, 128, 64),
+    ]:
         x = torch.randn(t, h, device=DEV).bfloat16()
         w = (torch.randn(l, h, 2 * i, device=DEV) / math.sqrt(h)).bfloat16()
         w_down = (torch.randn(l, i, h, device=DEV) / math.sqrt(i)).bfloat16()
@@ -327,9 +399,11 @@ def gpu_state():
     """Clock, power and temperature, read while work is queued: after it, the clock says nothing."""
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-    return {"sm_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-            "watts": pynvml.nvmlDeviceGetPowerUsage(gpu) // 1000,
-            "celsius": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)}
+    return {
+        "sm_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+        "watts": pynvml.nvmlDeviceGetPowerUsage(gpu) // 1000,
+        "celsius": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+    }
 
 
 def medians(functions, rounds=5, repeats=10):
@@ -343,8 +417,9 @@ def medians(functions, rounds=5, repeats=10):
             f(j)
     for _ in range(rounds):
         for name, f in functions.items():
-            events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                      for _ in range(repeats)]
+            events = [
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)
+            ]
             for j, (start, stop) in enumerate(events):
                 start.record()
                 f(j)
@@ -374,9 +449,15 @@ def graph_seconds(functions, replays=15):
 class Records:
     def __init__(self):
         commit = os.environ.get("COMMIT", "unknown")
-        self.rows, self.common = [], {
-            "device": torch.cuda.get_device_name(), "commit": commit, "date": datetime.date.today().isoformat(),
-            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}}
+        self.rows, self.common = (
+            [],
+            {
+                "device": torch.cuda.get_device_name(),
+                "commit": commit,
+                "date": datetime.date.today().isoformat(),
+                "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+            },
+        )
 
     def add(self, name, value, unit, **extra):
         self.rows.append({"name": name, "value": value, "unit": unit, **extra, **self.common})
@@ -387,8 +468,10 @@ class Records:
 
 
 def time_gemms(lib, records, sets=2):
-    print(f"{'E x M x K x N':24s} {'down TF':>8s} {'up TF':>8s} {'torch TF':>9s} {'down/torch':>10s} "
-          f"{'up/torch':>9s}  clocks")
+    print(
+        f"{'E x M x K x N':24s} {'down TF':>8s} {'up TF':>8s} {'torch TF':>9s} {'down/torch':>10s} "
+        f"{'up/torch':>9s}  clocks"
+    )
     for e, m, depth, n in GEMMS:
         ids = torch.arange(e, device=DEV, dtype=torch.int32).repeat_interleave(m).view(-1, 1)
         plan = Plan(lib, ids, e)
@@ -398,26 +481,33 @@ def time_gemms(lib, records, sets=2):
         offs = torch.arange(1, e + 1, device=DEV, dtype=torch.int32) * m
         functions = {
             "down": lambda j: plan.gemm(0, a[j % sets], out, depth, n, b[j % sets], None, (depth * n, n)),
-            "up": lambda j: plan.gemm(1, a[j % sets], act, depth, n // 2, b[j % sets], b[j % sets][:, :, n // 2:],
-                                      (depth * n, n)),
-            "torch": lambda j: torch._grouped_mm(a[j % sets][:e * m], b[j % sets], offs=offs)}
+            "up": lambda j: plan.gemm(
+                1, a[j % sets], act, depth, n // 2, b[j % sets], b[j % sets][:, :, n // 2 :], (depth * n, n)
+            ),
+            "torch": lambda j: torch._grouped_mm(a[j % sets][: e * m], b[j % sets], offs=offs),
+        }
         functions["down"](0)
-        reference = torch._grouped_mm(a[0][:e * m], b[0], offs=offs)
-        close(f"gemm {e} x {m} x {depth} x {n}", out[:e * m], reference)
+        reference = torch._grouped_mm(a[0][: e * m], b[0], offs=offs)
+        close(f"gemm {e} x {m} x {depth} x {n}", out[: e * m], reference)
         t, states = medians(functions)
         flop = 2.0 * e * m * depth * n
         tf = {k: flop / v * 1e-12 for k, v in t.items()}
         name = f"{e}x{m}x{depth}x{n}"
-        print(f"{name:24s} {tf['down']:8.0f} {tf['up']:8.0f} {tf['torch']:9.0f} {t['torch'] / t['down']:10.3f} "
-              f"{t['torch'] / t['up']:9.3f}  MHz {[v['sm_mhz'] for v in states.values()]} "
-              f"W {[v['watts'] for v in states.values()]}", flush=True)
+        print(
+            f"{name:24s} {tf['down']:8.0f} {tf['up']:8.0f} {tf['torch']:9.0f} {t['torch'] / t['down']:10.3f} "
+            f"{t['torch'] / t['up']:9.3f}  MHz {[v['sm_mhz'] for v in states.values()]} "
+            f"W {[v['watts'] for v in states.values()]}",
+            flush=True,
+        )
         for k, v in tf.items():
             records.add(f"grouped_gemm/{name}/{k}", v, "TFLOP/s", seconds=t[k], gpu=states[k])
 
 
 def time_layers(lib, records, t=8192, sets=2):
-    print(f"{'layer':14s} {'ms':>8s} {'TF':>6s} {'fused':>6s} {'separ.':>6s} {'target':>7s} | "
-          "us: plan gather up up_gather down combine | torch up down | up_gather TF down TF")
+    print(
+        f"{'layer':14s} {'ms':>8s} {'TF':>6s} {'fused':>6s} {'separ.':>6s} {'target':>7s} | "
+        "us: plan gather up up_gather down combine | torch up down | up_gather TF down TF"
+    )
     for name, (h, i, e, k, target) in LAYERS.items():
         x = [torch.randn(t, h, device=DEV).bfloat16() for _ in range(sets)]
         w = torch.randn(e, h, 2 * i, device=DEV, dtype=torch.bfloat16).mul_(1 / math.sqrt(h))
@@ -439,23 +529,34 @@ def time_layers(lib, records, t=8192, sets=2):
             "up": lambda j: plan.gemm(1, rows, *up),
             "up_gather": lambda j: plan.gemm(1, x[j % sets], *up, gather=1),
             "down": lambda j: plan.gemm(0, act, rows, i, h, w_down, None, (i * h, h)),
-            "torch_up": lambda j: torch._grouped_mm(rows[:t * k], w, offs=offs),
-            "torch_down": lambda j: torch._grouped_mm(act[:t * k], w_down, offs=offs),
-            "combine": lambda j: lib.call("sm_combine", plan.workspace, rows, weights, y, t, k, e, h)}
+            "torch_up": lambda j: torch._grouped_mm(rows[: t * k], w, offs=offs),
+            "torch_down": lambda j: torch._grouped_mm(act[: t * k], w_down, offs=offs),
+            "combine": lambda j: lib.call("sm_combine", plan.workspace, rows, weights, y, t, k, e, h),
+        }
         m, states = medians(parts, rounds=4, repeats=8)
         m["plan"] = graph_seconds([plan.launch] * 20)
         flop = 6.0 * t * k * h * i
         tf = flop / m["layer"] * 1e-12
         us = {p: v * 1e6 for p, v in m.items()}
-        print(f"{name:14s} {m['layer'] * 1e3:8.3f} {tf:6.0f} {flop / m['fused'] * 1e-12:6.0f} "
-              f"{flop / m['separate'] * 1e-12:6.0f} {target:7d} | "
-              f"{us['plan']:.0f} {us['gather']:.0f} {us['up']:.0f} {us['up_gather']:.0f} {us['down']:.0f} "
-              f"{us['combine']:.0f} | {us['torch_up']:.0f} {us['torch_down']:.0f} | "
-              f"{flop / 1.5 / m['up_gather'] * 1e-12:.0f} {flop / 3 / m['down'] * 1e-12:.0f} "
-              f"MHz {[states[p]['sm_mhz'] for p in ('layer', 'up', 'up_gather', 'down', 'torch_up')]} "
-              f"W {states['layer']['watts']} {states['up']['watts']}", flush=True)
-        records.add(f"layer/{name}/T{t}", tf, "TFLOP/s", seconds=m["layer"], target=target, gpu=states["layer"],
-                    parts_us={p: v for p, v in us.items() if p != "layer"})
+        print(
+            f"{name:14s} {m['layer'] * 1e3:8.3f} {tf:6.0f} {flop / m['fused'] * 1e-12:6.0f} "
+            f"{flop / m['separate'] * 1e-12:6.0f} {target:7d} | "
+            f"{us['plan']:.0f} {us['gather']:.0f} {us['up']:.0f} {us['up_gather']:.0f} {us['down']:.0f} "
+            f"{us['combine']:.0f} | {us['torch_up']:.0f} {us['torch_down']:.0f} | "
+            f"{flop / 1.5 / m['up_gather'] * 1e-12:.0f} {flop / 3 / m['down'] * 1e-12:.0f} "
+            f"MHz {[states[p]['sm_mhz'] for p in ('layer', 'up', 'up_gather', 'down', 'torch_up')]} "
+            f"W {states['layer']['watts']} {states['up']['watts']}",
+            flush=True,
+        )
+        records.add(
+            f"layer/{name}/T{t}",
+            tf,
+            "TFLOP/s",
+            seconds=m["layer"],
+            target=target,
+            gpu=states["layer"],
+            parts_us={p: v for p, v in us.items() if p != "layer"},
+        )
         del x, w, w_down, rows, act, workspace, plan, parts, up
 
 
@@ -470,16 +571,29 @@ def time_decode(lib, records, sets=10):
         for _ in range(sets):
             x, ids = torch.randn(t, h, device=DEV).bfloat16(), random_ids(t, k, e, masked=0)
             nbytes = lib.c.sm_forward_bytes(*(ctypes.c_int64(v) for v in (t, k, h, i, e)))
-            cases.append((x, ids, torch.rand(t, k, device=DEV), torch.empty(nbytes, device=DEV, dtype=torch.uint8),
-                          poison((t, h))))
+            cases.append(
+                (
+                    x,
+                    ids,
+                    torch.rand(t, k, device=DEV),
+                    torch.empty(nbytes, device=DEV, dtype=torch.uint8),
+                    poison((t, h)),
+                )
+            )
         hit = sum(len(c[1].unique()) for c in cases) / sets * 6 * h * i
-        us = [1e6 * graph_seconds([lambda c=c: forward(lib, c[0], c[1], c[2], w, w_down, c[3], c[4], mode)
-                                   for c in cases]) for mode in (0, 1, 2)]
+        us = [
+            1e6
+            * graph_seconds([lambda c=c: forward(lib, c[0], c[1], c[2], w, w_down, c[3], c[4], mode) for c in cases])
+            for mode in (0, 1, 2)
+        ]
         for c in cases[:2]:
             assert torch.equal(c[4], forward(lib, c[0], c[1], c[2], w, w_down)), "graph replay gives other bits"
         floor = hit / 4.05e6
-        print(f"T {t:8d} {us[0]:8.1f} {us[1]:8.1f} {us[2]:8.1f} {floor:8.1f} {us[0] / floor:6.2f} "
-              f"{hit / us[0] * 1e-6:6.2f}", flush=True)
+        print(
+            f"T {t:8d} {us[0]:8.1f} {us[1]:8.1f} {us[2]:8.1f} {floor:8.1f} {us[0] / floor:6.2f} "
+            f"{hit / us[0] * 1e-6:6.2f}",
+            flush=True,
+        )
         records.add(f"decode/qwen3-30b/T{t}", us[0], "us", floor_us=floor, fused_us=us[1], separate_us=us[2])
 
 

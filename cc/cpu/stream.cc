@@ -12,9 +12,8 @@ namespace streammoe::cpu {
 uint64_t CallSpec::tag() const {
   uint64_t tag = mix_tag(0, kRingMagic);
   for (const int64_t value :
-       {problem.num_experts, problem.hidden, problem.intermediate, problem.top_k,
-        static_cast<int64_t>(problem.dtype), static_cast<int64_t>(problem.activation), num_tokens, chunk_tokens,
-        macro_tokens, num_chunks, capacity}) {
+       {problem.num_experts, problem.hidden, problem.intermediate, problem.top_k, static_cast<int64_t>(problem.dtype),
+        static_cast<int64_t>(problem.activation), num_tokens, chunk_tokens, macro_tokens, num_chunks, capacity}) {
     tag = mix_tag(tag, static_cast<uint64_t>(value));
   }
   for (const int64_t end : macro_ends) tag = mix_tag(tag, static_cast<uint64_t>(end));
@@ -52,12 +51,14 @@ uint64_t* Stream::word(int64_t of_rank, int64_t offset) const {
 Status Stream::open(const CallSpec& spec, const ExpertWeights& weights) {
   Span span(ring_->name(), group_, rank_, Phase::kOpen);
   if (open_) {
-    return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': open_stream while the stream of an earlier call ",
+    return error(Code::kFailedPrecondition, "ring '", ring_->name(),
+                 "': open_stream while the stream of an earlier call ",
                  "was never closed; close every stream that was opened, or make_ring again");
   }
   const auto* header = reinterpret_cast<const RingHeader*>(heap(rank_) + at_.header);
   if (header->magic != kRingMagic) {
-    return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': the ring's memory does not hold a ring; it was ",
+    return error(Code::kFailedPrecondition, "ring '", ring_->name(),
+                 "': the ring's memory does not hold a ring; it was ",
                  "overwritten, or restored from a checkpoint: call make_ring again");
   }
   spec_ = spec, weights_ = weights, tag_ = spec.tag();
@@ -83,8 +84,8 @@ Status Stream::begin(Phase phase, int64_t chunk, void* y) {
     return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': ", phase_name(phase), " without open_stream");
   }
   if (chunk < 0 || chunk >= spec_.num_chunks) {
-    return fail(error(Code::kInvalidArgument, phase_name(phase), ": chunk must be in 0..", spec_.num_chunks - 1, ", got ",
-                      chunk),
+    return fail(error(Code::kInvalidArgument, phase_name(phase), ": chunk must be in 0..", spec_.num_chunks - 1,
+                      ", got ", chunk),
                 true);
   }
   auto& published = phase == Phase::kPublishRoute ? route_published_ : layout_published_;
@@ -105,11 +106,11 @@ Status Stream::wait_slot_free(Phase phase, int64_t chunk) {
     const auto wave = std::upper_bound(spec_.wave_ends.begin(), spec_.wave_ends.end(), chunk - shape_.num_slots) -
                       spec_.wave_ends.begin();
     if (wave >= next_wave_) {
-      return fail(error(Code::kFailedPrecondition, phase_name(phase), ": chunk ", chunk, " reuses the slot of chunk ",
-                        chunk - shape_.num_slots, " in a ring of ", shape_.num_slots,
-                        " slots, whose wave ends with chunk ", spec_.wave_ends[static_cast<size_t>(wave)] - 1,
-                        "; publish the chunks up to it first"),
-                  true);
+      return fail(
+          error(Code::kFailedPrecondition, phase_name(phase), ": chunk ", chunk, " reuses the slot of chunk ",
+                chunk - shape_.num_slots, " in a ring of ", shape_.num_slots, " slots, whose wave ends with chunk ",
+                spec_.wave_ends[static_cast<size_t>(wave)] - 1, "; publish the chunks up to it first"),
+          true);
     }
   }
   for (int64_t reader = 0; reader < shape_.num_ranks; ++reader) {
@@ -126,8 +127,8 @@ Status Stream::finish_macros(int64_t upto, void* y) {
                                                spec_.macro_ends[static_cast<size_t>(macros_combined_)]) -
                               spec_.wave_ends.begin();
     if (next_wave_ <= last_wave) {
-      return fail(error(Code::kFailedPrecondition, "a chunk of macro-chunk ", upto, " is published before all chunks of ",
-                        "macro-chunk ", macros_combined_, ": publish chunks 0..",
+      return fail(error(Code::kFailedPrecondition, "a chunk of macro-chunk ", upto,
+                        " is published before all chunks of ", "macro-chunk ", macros_combined_, ": publish chunks 0..",
                         spec_.macro_ends[static_cast<size_t>(macros_combined_)] - 1, " first"),
                   true);
     }
@@ -247,7 +248,8 @@ Status Stream::drain(int64_t wave) {
 }
 
 Status Stream::combine_macro(int64_t macro, void* y) {
-  Span span(ring_->name(), group_, rank_, Phase::kCombine, first_chunk(macro), spec_.macro_ends[static_cast<size_t>(macro)] - 1);
+  Span span(ring_->name(), group_, rank_, Phase::kCombine, first_chunk(macro),
+            spec_.macro_ends[static_cast<size_t>(macro)] - 1);
   STREAMMOE_RETURN_IF_ERROR(fault(Phase::kCombine));
   const uint8_t* base = heap(rank_);
   const int64_t start = macro * spec_.macro_tokens;
@@ -299,20 +301,26 @@ Status Stream::fault(Phase phase) {
 Status Stream::wait(const uint64_t* word, uint64_t wanted, Phase phase, int64_t peer, int64_t slot) {
   const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(ring_->timeout_s()));
   const AbortWords aborts{heap(rank_) + at_.abort, shape_.num_ranks};
-  const WaitResult result = wait_at_least(word, wanted, aborts, Clock::now() + timeout);
+  const WaitResult result = wait_at_least(word, wanted, aborts, Clock::now() + timeout, ring_->failed_flag());
   if (result.status == WaitStatus::kReached) return {};
+  if (result.status == WaitStatus::kAborted && result.peer < 0) return ring_failed();
   if (result.status == WaitStatus::kAborted) {
-    const std::string local = ring_->failure();
-    const std::string text = local.empty() ? reinterpret_cast<const char*>(heap(result.peer) + at_.error) : local;
+    std::string text;
+    {
+      PeerAccess access(*ring_);  // the peer's heap goes when its error is raised
+      if (access.allowed()) text = reinterpret_cast<const char*>(heap(result.peer) + at_.error);
+    }
+    if (text.empty()) text = ring_->failure();
     return fail(error(Code::kAborted, "ring '", ring_->name(), "': rank ", rank_, " stopped in phase ",
                       phase_name(phase), " because rank ", result.peer, " failed: ", text),
                 true);
   }
-  return fail(error(Code::kDeadlineExceeded, "ring '", ring_->name(), "': rank ", rank_, " waited ",
-                    ring_->timeout_s(), " s for rank ", peer, " in phase ", phase_name(phase), ", slot ", slot,
-                    ": sequence wanted ", wanted, ", seen ", result.seen,
-                    "; that rank died, stalls, or runs another program. The ring is unusable: make_ring again on all ranks"),
-              true);
+  return fail(
+      error(Code::kDeadlineExceeded, "ring '", ring_->name(), "': rank ", rank_, " waited ", ring_->timeout_s(),
+            " s for rank ", peer, " in phase ", phase_name(phase), ", slot ", slot, ": sequence wanted ", wanted,
+            ", seen ", result.seen,
+            "; that rank died, stalls, or runs another program. The ring is unusable: make_ring again on all ranks"),
+      true);
 }
 
 // Records the failure, tells the peers (error text first, the abort word's release store publishes it), makes the
@@ -332,8 +340,8 @@ Status Stream::fail(const Status& why, bool tell_peers) {
 }
 
 Status Stream::ring_failed() const {
-  return error(Code::kFailedPrecondition, "ring '", ring_->name(), "' is unusable, make_ring again on all ranks; it failed with: ",
-               ring_->failure());
+  return error(Code::kFailedPrecondition, "ring '", ring_->name(),
+               "' is unusable, make_ring again on all ranks; it failed with: ", ring_->failure());
 }
 
 void Stream::worker_loop() {

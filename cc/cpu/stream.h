@@ -65,6 +65,7 @@ class Stream {
   // After an error: makes the ring terminal, tells the peers, and ends the worker, so that nothing of the call touches
   // memory once the error is raised.
   void abort(const Status& why);
+  bool is_open() const { return open_; }
   const CallSpec& spec() const { return spec_; }
 
  private:

@@ -73,8 +73,8 @@ Status Stream::check_descriptor(int64_t peer, int64_t chunk, const SlotDescripto
   }
   return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': rank ", rank_, " and rank ", peer,
                " disagree about the ", half, " of chunk ", chunk, ": (sequence, call, chunk, plan) wanted (",
-               wanted.sequence, ", ", wanted.call, ", ", wanted.chunk, ", ", wanted.tag, "), got (", seen.sequence, ", ",
-               seen.call, ", ", seen.chunk, ", ", seen.tag,
+               wanted.sequence, ", ", wanted.call, ", ", wanted.chunk, ", ", wanted.tag, "), got (", seen.sequence,
+               ", ", seen.call, ", ", seen.chunk, ", ", seen.tag,
                "); all ranks must run the same calls on the ring, in the same order");
 }
 
@@ -90,9 +90,8 @@ Status Stream::make_room(int64_t peer, const uint8_t* slot, int64_t num_tokens) 
     const auto* ids = reinterpret_cast<const int32_t*>(slot + at_.slot_topk_ids);
     const int64_t first = rank_ * spec_.problem.num_experts;
     for (int64_t token = 0; token < num_tokens; ++token) {
-      needed += std::any_of(ids + token * shape_.top_k, ids + (token + 1) * shape_.top_k, [&](int32_t id) {
-        return id >= first && id < first + spec_.problem.num_experts;
-      });
+      needed += std::any_of(ids + token * shape_.top_k, ids + (token + 1) * shape_.top_k,
+                            [&](int32_t id) { return id >= first && id < first + spec_.problem.num_experts; });
     }
   }
   return pool_used_ + needed <= shape_.pool_tokens ? Status() : compute(true, 1);
@@ -178,13 +177,15 @@ Status Stream::compute(bool partial_blocks, int64_t min_rows) {
 // Tells every rank that this one has read and written all it will of the macro-chunk, and waits for the others. The
 // release stores publish the rows written above; each owner acquires all of them before it combines.
 Status Stream::seal_macro(int64_t macro) {
-  Span span(ring_->name(), group_, rank_, Phase::kDone, first_chunk(macro), spec_.macro_ends[static_cast<size_t>(macro)] - 1);
+  Span span(ring_->name(), group_, rank_, Phase::kDone, first_chunk(macro),
+            spec_.macro_ends[static_cast<size_t>(macro)] - 1);
   STREAMMOE_RETURN_IF_ERROR(fault(Phase::kDone));
   const uint64_t number = macro_base_ + static_cast<uint64_t>(macro) + 1;
   {
     PeerAccess access(*ring_);
     if (!access.allowed()) return ring_failed();
-    for (int64_t peer = 0; peer < shape_.num_ranks; ++peer) store_release(word(peer, at_.word(at_.done, rank_, 0, 1)), number);
+    for (int64_t peer = 0; peer < shape_.num_ranks; ++peer)
+      store_release(word(peer, at_.word(at_.done, rank_, 0, 1)), number);
   }
   for (int64_t peer = 0; peer < shape_.num_ranks; ++peer) {
     STREAMMOE_RETURN_IF_ERROR(wait(word(rank_, at_.word(at_.done, peer, 0, 1)), number, Phase::kDone, peer, 0));

@@ -1,7 +1,7 @@
 // Handlers of the layer on one CUDA device: forward, batch-ready, bf16.
 //
-// Contract: a call only enqueues kernels on XLA's stream; nothing is allocated, synchronised or read back. The workspace
-// is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handler carries the
+// Contract: a call only enqueues kernels on XLA's stream; nothing is allocated, synchronised or read back. The
+// workspace is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handler carries the
 // command-buffer trait. Kernels are loaded when the executable is initialised, never while a peer might wait.
 #include "ffi/cuda_layer.h"
 
@@ -21,9 +21,9 @@ Status cuda_status(cudaError_t result, const char* what) {
 ffi::Error initialize_impl() { return to_ffi(cuda_status(sm90::prepare_device(), "loading the kernels for sm_90a")); }
 XLA_FFI_DEFINE_HANDLER(kForwardInitialize, initialize_impl, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
 
-Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
-               const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer (&operands)[kNumWeights], void* y,
-               ffi::AnyBuffer workspace) {
+Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x,
+               const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
+               const ffi::AnyBuffer (&operands)[kNumWeights], void* y, ffi::AnyBuffer workspace) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
@@ -46,8 +46,8 @@ Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi
 
 ffi::Error forward_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids,
                         ffi::AnyBuffer topk_weights, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
-                        ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y,
-                        ffi::Result<ffi::AnyBuffer> workspace) {
+                        ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
+                        ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, y->untyped_data(), *workspace));
 }
@@ -75,7 +75,8 @@ std::vector<CudaHandler> cuda_layer_handlers() {
           {"forward", "execute", reinterpret_cast<void*>(+kForward)}};
 }
 
-int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
+int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
+                           int64_t num_experts) {
   return static_cast<int64_t>(sm90::forward_bytes(num_tokens, top_k, hidden, intermediate, num_experts));
 }
 

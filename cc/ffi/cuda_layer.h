@@ -16,6 +16,7 @@ struct CudaHandler {
 
 std::vector<CudaHandler> cuda_layer_handlers();
 // Bytes of the workspace operand that `forward` needs on CUDA.
-int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts);
+int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
+                           int64_t num_experts);
 
 }  // namespace streammoe::ffi_glue

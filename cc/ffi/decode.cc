@@ -116,7 +116,8 @@ Status read_tensors(const ExpertProblem& p, const ffi::AnyBuffer (&buffers)[kNum
 
 }  // namespace
 
-Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights], ExpertWeights* weights) {
+Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights],
+                    ExpertWeights* weights) {
   return read_tensors(problem, operands, weights);
 }
 
@@ -129,27 +130,30 @@ Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer&
                  RingCall* call) {
   call->ring = Registry::get().find(name);
   if (call->ring == nullptr) {
-    return error(Code::kNotFound, "ring '", name, "' does not exist in this process: it was closed, or never made; call ",
+    return error(Code::kNotFound, "ring '", name,
+                 "' does not exist in this process: it was closed, or never made; call ",
                  "make_ring before the jitted program runs");
   }
+  Member* member = call->ring->find_member(ordinal);
+  call->member = member;
   if (const std::string why = call->ring->failure(); !why.empty()) {
     return error(Code::kFailedPrecondition, "ring '", name,
                  "' is unusable, make_ring again on all ranks (nothing needs recompiling); it failed with: ", why);
   }
-  Member* member = call->ring->find_member(ordinal);
   if (member == nullptr) {
     return error(Code::kFailedPrecondition, "ring '", name, "' has no rank on device ", ordinal,
                  ": run the program on the devices of the mesh that make_ring was given");
   }
   if (mem_in.untyped_data() != mem_out.untyped_data() || mem_in.untyped_data() != member->registered) {
-    return error(Code::kFailedPrecondition, "ring '", name, "' (rank ", member->rank,
-                 ") is not at the address it was made at: XLA copied it. A ring is one linear resource: pass it to jit with ",
-                 "donate_argnames, return it, and use each returned ring once. Causes: not donated, not returned, captured "
-                 "by a closure, used by two calls, copied (tree.map, pickle, a checkpoint restore), a NumPy view held, read by "
-                 "XLA ops, of another spec, or jax.checkpoint without sm.checkpoint_policy. Nothing was written; a ring that ",
-                 "was donated is gone: call make_ring again");
+    return error(
+        Code::kFailedPrecondition, "ring '", name, "' (rank ", member->rank,
+        ") is not at the address it was made at: XLA copied it. A ring is one linear resource: pass it to jit with ",
+        "donate_argnames, return it, and use each returned ring once. Causes: not donated, not returned, captured "
+        "by a closure, used by two calls, copied (tree.map, pickle, a checkpoint restore), a NumPy view held, read by "
+        "XLA ops, of another spec, or jax.checkpoint without sm.checkpoint_policy. Nothing was written; a ring that ",
+        "was donated is gone: call make_ring again");
   }
-  call->member = member;
+  call->in_place = true;
   return {};
 }
 

@@ -1,8 +1,8 @@
 // From XLA's calls to the library's structures: attributes, buffers, errors.
 //
 // Contract: one place knows the attribute names and the order of the weight operands (gate, up, down, b_gate, b_up,
-// b_down; an absent one is an array of one element). Python packs them in jax_streammoe/ffi.py with exact types: sizes are
-// int64, codes and flags int32. XLA headers are included in cc/ffi only.
+// b_down; an absent one is an array of one element). Python packs them in jax_streammoe/ffi.py with exact types: sizes
+// are int64, codes and flags int32. XLA headers are included in cc/ffi only.
 #pragma once
 
 #include <cstdint>
@@ -46,14 +46,16 @@ inline constexpr size_t kNumWeights = 6;
 ExpertProblem read_problem(AttrReader& attrs);
 cpu::CallSpec read_call(AttrReader& attrs);
 // Shapes follow from the problem. An absent up with a gate of width 2I is the packed [L, H, 2I] form.
-Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights], ExpertWeights* weights);
+Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights],
+                    ExpertWeights* weights);
 Status read_gradients(const ExpertProblem& problem, const ffi::AnyBuffer (&results)[kNumWeights],
                       ExpertGradients* gradients);
 
 // The ring a handler works on, after the checks that make it safe to touch.
 struct RingCall {
   std::shared_ptr<Ring> ring;
-  Member* member = nullptr;
+  Member* member = nullptr;  // also when a check failed, so that a stream that is open there can be ended
+  bool in_place = false;     // all checks passed
 };
 // Checks that the ring is alive, that `mem` is where it was registered, and that XLA gave it back in place.
 Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,

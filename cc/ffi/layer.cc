@@ -4,10 +4,13 @@
 //   rows      x, ids -> one unweighted row per route  the expert half, for transports made of XLA collectives
 //   combine   rows, ids, weights -> y                 the owner's half
 //   backward  x, dy, ids, weights -> gradients per route, per weight and per expert tensor
-//   after     values, others -> values                available to the program once the others are: an ordering that XLA
+//   after     values, others -> values                available to the program once the others are: an ordering that
+//   XLA
 //                                                     keeps (it drops optimization_barrier before it schedules on CPU)
 //
 // Each: the library function is in cc/cpu, the implementation here reads buffers, the handler symbol binds them.
+#include "ffi/layer.h"
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -17,7 +20,6 @@
 #include "cpu/experts.h"
 #include "cpu/plan.h"
 #include "ffi/decode.h"
-#include "ffi/layer.h"
 #include "host/events.h"
 
 namespace streammoe::ffi_glue {
@@ -51,8 +53,8 @@ void run_rows(const ExpertProblem& p, const ExpertWeights& weights, const cpu::P
   std::vector<cpu::RowTask> tasks;
   tasks.reserve(plan.pairs.size());
   for (const int64_t pair : plan.pairs) {
-    tasks.push_back({static_cast<const uint8_t*>(x) + pair / p.top_k * row_bytes,
-                     static_cast<uint8_t*>(rows) + pair * row_bytes});
+    tasks.push_back(
+        {static_cast<const uint8_t*>(x) + pair / p.top_k * row_bytes, static_cast<uint8_t*>(rows) + pair * row_bytes});
   }
   const auto blocks = cpu::split_blocks(plan, p.block_m);
   cpu::run_expert_blocks(p, weights, blocks, tasks.data());
@@ -65,7 +67,8 @@ void write_expert_rows(const cpu::Plan& plan, int32_t* out) {
 }
 
 Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-               const ffi::AnyBuffer (&operands)[kNumWeights], void* y, int32_t* expert_rows, int32_t* counts_out, const ffi::Dictionary& dictionary) {
+               const ffi::AnyBuffer (&operands)[kNumWeights], void* y, int32_t* expert_rows, int32_t* counts_out,
+               const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
@@ -77,13 +80,14 @@ Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::An
   const auto num_pairs = static_cast<int64_t>(ids.element_count());
   std::vector<int32_t> clean;
   Counts counts;
-  STREAMMOE_RETURN_IF_ERROR(sanitise(ids.typed_data<int32_t>(), num_pairs, p.top_k, p.num_experts, checks,
-                                     &clean, &counts));
+  STREAMMOE_RETURN_IF_ERROR(
+      sanitise(ids.typed_data<int32_t>(), num_pairs, p.top_k, p.num_experts, checks, &clean, &counts));
   std::vector<uint8_t> dropped(static_cast<size_t>(num_pairs), 0);
   const cpu::Plan plan = cpu::make_plan(clean, p.num_experts, capacity, dropped.data());
   counts.dropped = static_cast<int32_t>(std::count(dropped.begin(), dropped.end(), 1));
   // Uninitialised on purpose: combine reads the rows of planned pairs only.
-  const std::unique_ptr<uint8_t[]> rows(new uint8_t[static_cast<size_t>(num_pairs * p.hidden * dtype_bytes(p.dtype)) + 1]);
+  const std::unique_ptr<uint8_t[]> rows(
+      new uint8_t[static_cast<size_t>(num_pairs * p.hidden * dtype_bytes(p.dtype)) + 1]);
   run_rows(p, weights, plan, x.untyped_data(), rows.get());
   cpu::combine(p.dtype, p.hidden, p.top_k, num_pairs / p.top_k, rows.get(), clean.data(),
                topk_weights.typed_data<float>(), dropped.data(), y, p.threads);
@@ -94,8 +98,8 @@ Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::An
 
 ffi::Error forward_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights,
                         ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer b_gate,
-                        ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> expert_rows,
-                        ffi::Result<ffi::AnyBuffer> counts) {
+                        ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y,
+                        ffi::Result<ffi::AnyBuffer> expert_rows, ffi::Result<ffi::AnyBuffer> counts) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   return to_ffi(forward(x, ids, topk_weights, operands, y->untyped_data(), expert_rows->typed_data<int32_t>(),
                         counts->typed_data<int32_t>(), attrs));
@@ -103,22 +107,22 @@ ffi::Error forward_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer 
 XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                        ffi::Ffi::Bind()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<ffi::AnyBuffer>()   // x [T, H]
-                           .Arg<ffi::AnyBuffer>()   // topk_ids [T, K] i32
-                           .Arg<ffi::AnyBuffer>()   // topk_weights [T, K] f32
-                           .Arg<ffi::AnyBuffer>()   // gate
-                           .Arg<ffi::AnyBuffer>()   // up
-                           .Arg<ffi::AnyBuffer>()   // down
-                           .Arg<ffi::AnyBuffer>()   // b_gate
-                           .Arg<ffi::AnyBuffer>()   // b_up
-                           .Arg<ffi::AnyBuffer>()   // b_down
-                           .Ret<ffi::AnyBuffer>()   // y [T, H]
-                           .Ret<ffi::AnyBuffer>()   // expert_rows [L] i32
+                           .Arg<ffi::AnyBuffer>()    // x [T, H]
+                           .Arg<ffi::AnyBuffer>()    // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()    // topk_weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()    // gate
+                           .Arg<ffi::AnyBuffer>()    // up
+                           .Arg<ffi::AnyBuffer>()    // down
+                           .Arg<ffi::AnyBuffer>()    // b_gate
+                           .Arg<ffi::AnyBuffer>()    // b_up
+                           .Arg<ffi::AnyBuffer>()    // b_down
+                           .Ret<ffi::AnyBuffer>()    // y [T, H]
+                           .Ret<ffi::AnyBuffer>()    // expert_rows [L] i32
                            .Ret<ffi::AnyBuffer>());  // counts [3] i32: dropped, invalid, masked
 
 // ids are local here: -1 or outside 0..L-1 is a route of another rank or of none.
-Status rows(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer (&operands)[kNumWeights], void* out,
-            uint8_t* dropped, int32_t* expert_rows, const ffi::Dictionary& dictionary) {
+Status rows(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer (&operands)[kNumWeights],
+            void* out, uint8_t* dropped, int32_t* expert_rows, const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
@@ -128,8 +132,8 @@ Status rows(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBu
   const auto num_pairs = static_cast<int64_t>(ids.element_count());
   const int64_t row_bytes = p.hidden * dtype_bytes(p.dtype);
   std::memset(dropped, 0, static_cast<size_t>(num_pairs));
-  const cpu::Plan plan = cpu::make_plan({ids.typed_data<int32_t>(), static_cast<size_t>(num_pairs)}, p.num_experts,
-                                        capacity, dropped);
+  const cpu::Plan plan =
+      cpu::make_plan({ids.typed_data<int32_t>(), static_cast<size_t>(num_pairs)}, p.num_experts, capacity, dropped);
   // Rows of other ranks' experts travel back as zeros, never as whatever the buffer held.
   std::memset(out, 0, static_cast<size_t>(num_pairs * row_bytes));
   run_rows(p, weights, plan, x.untyped_data(), out);
@@ -137,9 +141,9 @@ Status rows(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBu
   return {};
 }
 
-ffi::Error rows_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer gate, ffi::AnyBuffer up,
-                     ffi::AnyBuffer down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
-                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> dropped,
+ffi::Error rows_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer gate,
+                     ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up,
+                     ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> dropped,
                      ffi::Result<ffi::AnyBuffer> expert_rows) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   return to_ffi(rows(x, ids, operands, out->untyped_data(), dropped->typed_data<uint8_t>(),
@@ -148,16 +152,16 @@ ffi::Error rows_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids
 XLA_FFI_DEFINE_HANDLER(kRows, rows_impl,
                        ffi::Ffi::Bind()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<ffi::AnyBuffer>()   // x [N, H]
-                           .Arg<ffi::AnyBuffer>()   // local ids [N, K] i32
-                           .Arg<ffi::AnyBuffer>()   // gate
-                           .Arg<ffi::AnyBuffer>()   // up
-                           .Arg<ffi::AnyBuffer>()   // down
-                           .Arg<ffi::AnyBuffer>()   // b_gate
-                           .Arg<ffi::AnyBuffer>()   // b_up
-                           .Arg<ffi::AnyBuffer>()   // b_down
-                           .Ret<ffi::AnyBuffer>()   // rows [N, K, H]
-                           .Ret<ffi::AnyBuffer>()   // dropped [N, K] u8
+                           .Arg<ffi::AnyBuffer>()    // x [N, H]
+                           .Arg<ffi::AnyBuffer>()    // local ids [N, K] i32
+                           .Arg<ffi::AnyBuffer>()    // gate
+                           .Arg<ffi::AnyBuffer>()    // up
+                           .Arg<ffi::AnyBuffer>()    // down
+                           .Arg<ffi::AnyBuffer>()    // b_gate
+                           .Arg<ffi::AnyBuffer>()    // b_up
+                           .Arg<ffi::AnyBuffer>()    // b_down
+                           .Ret<ffi::AnyBuffer>()    // rows [N, K, H]
+                           .Ret<ffi::AnyBuffer>()    // dropped [N, K] u8
                            .Ret<ffi::AnyBuffer>());  // expert_rows [L] i32
 
 Status combine_rows(const ffi::AnyBuffer& row_buffer, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
@@ -171,17 +175,17 @@ Status combine_rows(const ffi::AnyBuffer& row_buffer, const ffi::AnyBuffer& ids,
   return {};
 }
 
-ffi::Error combine_impl(ffi::Dictionary attrs, ffi::AnyBuffer row_buffer, ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights,
-                        ffi::AnyBuffer dropped, ffi::Result<ffi::AnyBuffer> y) {
+ffi::Error combine_impl(ffi::Dictionary attrs, ffi::AnyBuffer row_buffer, ffi::AnyBuffer ids,
+                        ffi::AnyBuffer topk_weights, ffi::AnyBuffer dropped, ffi::Result<ffi::AnyBuffer> y) {
   return to_ffi(combine_rows(row_buffer, ids, topk_weights, dropped, y->untyped_data(), attrs));
 }
 XLA_FFI_DEFINE_HANDLER(kCombine, combine_impl,
                        ffi::Ffi::Bind()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<ffi::AnyBuffer>()   // rows [T, K, H]
-                           .Arg<ffi::AnyBuffer>()   // ids [T, K] i32, negative: skipped
-                           .Arg<ffi::AnyBuffer>()   // weights [T, K] f32
-                           .Arg<ffi::AnyBuffer>()   // dropped [T, K] u8
+                           .Arg<ffi::AnyBuffer>()    // rows [T, K, H]
+                           .Arg<ffi::AnyBuffer>()    // ids [T, K] i32, negative: skipped
+                           .Arg<ffi::AnyBuffer>()    // weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()    // dropped [T, K] u8
                            .Ret<ffi::AnyBuffer>());  // y [T, H]
 
 Status backward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& ids,
@@ -230,25 +234,25 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<ffi::AnyBuffer>()   // token: orders backward calls
-                           .Arg<ffi::AnyBuffer>()   // x [N, H]
-                           .Arg<ffi::AnyBuffer>()   // dy [N, H]
-                           .Arg<ffi::AnyBuffer>()   // local ids [N, K] i32
-                           .Arg<ffi::AnyBuffer>()   // weights [N, K] f32
-                           .Arg<ffi::AnyBuffer>()   // gate
-                           .Arg<ffi::AnyBuffer>()   // up
-                           .Arg<ffi::AnyBuffer>()   // down
-                           .Arg<ffi::AnyBuffer>()   // b_gate
-                           .Arg<ffi::AnyBuffer>()   // b_up
-                           .Arg<ffi::AnyBuffer>()   // b_down
-                           .Ret<ffi::AnyBuffer>()   // token
-                           .Ret<ffi::AnyBuffer>()   // dx_rows [N, K, H]
-                           .Ret<ffi::AnyBuffer>()   // d_weights [N, K] f32
-                           .Ret<ffi::AnyBuffer>()   // d_gate
-                           .Ret<ffi::AnyBuffer>()   // d_up
-                           .Ret<ffi::AnyBuffer>()   // d_down
-                           .Ret<ffi::AnyBuffer>()   // d_b_gate
-                           .Ret<ffi::AnyBuffer>()   // d_b_up
+                           .Arg<ffi::AnyBuffer>()    // token: orders backward calls
+                           .Arg<ffi::AnyBuffer>()    // x [N, H]
+                           .Arg<ffi::AnyBuffer>()    // dy [N, H]
+                           .Arg<ffi::AnyBuffer>()    // local ids [N, K] i32
+                           .Arg<ffi::AnyBuffer>()    // weights [N, K] f32
+                           .Arg<ffi::AnyBuffer>()    // gate
+                           .Arg<ffi::AnyBuffer>()    // up
+                           .Arg<ffi::AnyBuffer>()    // down
+                           .Arg<ffi::AnyBuffer>()    // b_gate
+                           .Arg<ffi::AnyBuffer>()    // b_up
+                           .Arg<ffi::AnyBuffer>()    // b_down
+                           .Ret<ffi::AnyBuffer>()    // token
+                           .Ret<ffi::AnyBuffer>()    // dx_rows [N, K, H]
+                           .Ret<ffi::AnyBuffer>()    // d_weights [N, K] f32
+                           .Ret<ffi::AnyBuffer>()    // d_gate
+                           .Ret<ffi::AnyBuffer>()    // d_up
+                           .Ret<ffi::AnyBuffer>()    // d_down
+                           .Ret<ffi::AnyBuffer>()    // d_b_gate
+                           .Ret<ffi::AnyBuffer>()    // d_b_up
                            .Ret<ffi::AnyBuffer>());  // d_b_down
 
 ffi::Error after_impl(ffi::RemainingArgs args, ffi::RemainingRets rets) {
@@ -262,7 +266,8 @@ ffi::Error after_impl(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   }
   return ffi::Error::Success();
 }
-XLA_FFI_DEFINE_HANDLER(kAfter, after_impl, ffi::Ffi::Bind().RemainingArgs().RemainingRets());  // values, others -> values
+XLA_FFI_DEFINE_HANDLER(kAfter, after_impl,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets());  // values, others -> values
 
 }  // namespace
 

@@ -24,7 +24,10 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 // An error after the ring was found costs the ring (its memory was donated): peers are told and the worker ends before
 // the error is reported, since XLA frees the call's memory next.
 ffi::Error finish(const RingCall& call, const Status& status) {
-  if (!status.ok() && call.member != nullptr) call.member->stream->abort(status);
+  // A stream that is open is ended even when its ring was refused: its worker may be inside an expert pass.
+  if (!status.ok() && call.member != nullptr && (call.in_place || call.member->stream->is_open())) {
+    call.member->stream->abort(status);
+  }
   return to_ffi(status);
 }
 
@@ -44,7 +47,8 @@ Status register_ring(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer 
   const std::string name = attrs.text("ring");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   const auto ring = Registry::get().find(name);
-  if (ring == nullptr) return error(Code::kNotFound, "ring '", name, "' was not created before its memory is registered");
+  if (ring == nullptr)
+    return error(Code::kNotFound, "ring '", name, "' was not created before its memory is registered");
   Member* member = ring->find_member(ordinal);
   if (member == nullptr) return error(Code::kNotFound, "ring '", name, "' has no rank on device ", ordinal);
   if (mem_in.untyped_data() != mem_out->untyped_data()) {
@@ -72,7 +76,7 @@ XLA_FFI_DEFINE_HANDLER(kRegister, register_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<Buffer>()   // mem
+                           .Arg<Buffer>()    // mem
                            .Ret<Buffer>());  // mem
 
 // Opens the stream of a call: attributes, experts and the ring must fit each other.
@@ -108,25 +112,26 @@ XLA_FFI_DEFINE_HANDLER(kOpen, open_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<Buffer>()   // mem
-                           .Arg<Buffer>()   // gate
-                           .Arg<Buffer>()   // up
-                           .Arg<Buffer>()   // down
-                           .Arg<Buffer>()   // b_gate
-                           .Arg<Buffer>()   // b_up
-                           .Arg<Buffer>()   // b_down
-                           .Ret<Buffer>()   // mem
+                           .Arg<Buffer>()    // mem
+                           .Arg<Buffer>()    // gate
+                           .Arg<Buffer>()    // up
+                           .Arg<Buffer>()    // down
+                           .Arg<Buffer>()    // b_gate
+                           .Arg<Buffer>()    // b_up
+                           .Arg<Buffer>()    // b_down
+                           .Ret<Buffer>()    // mem
                            .Ret<Buffer>());  // y [T, H]
 
-Status find_open_ring(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out, RingCall* call) {
+Status find_open_ring(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out,
+                      RingCall* call) {
   AttrReader attrs(dictionary);
   const std::string name = attrs.text("ring");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   return find_ring(name, ordinal, mem_in, *mem_out, call);
 }
 
-ffi::Error publish_route_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer chunk, Buffer ids,
-                              Buffer topk_weights, Result mem_out, Result y_out) {
+ffi::Error publish_route_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer chunk,
+                              Buffer ids, Buffer topk_weights, Result mem_out, Result y_out) {
   carry(y_in, y_out);
   RingCall call;
   Status status = find_open_ring(ordinal, attrs, mem_in, mem_out, &call);
@@ -140,16 +145,16 @@ XLA_FFI_DEFINE_HANDLER(kPublishRoute, publish_route_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<Buffer>()   // mem
-                           .Arg<Buffer>()   // y
-                           .Arg<Buffer>()   // chunk [] i32
-                           .Arg<Buffer>()   // topk_ids [c, K] i32
-                           .Arg<Buffer>()   // topk_weights [c, K] f32
-                           .Ret<Buffer>()   // mem
+                           .Arg<Buffer>()    // mem
+                           .Arg<Buffer>()    // y
+                           .Arg<Buffer>()    // chunk [] i32
+                           .Arg<Buffer>()    // topk_ids [c, K] i32
+                           .Arg<Buffer>()    // topk_weights [c, K] f32
+                           .Ret<Buffer>()    // mem
                            .Ret<Buffer>());  // y
 
-ffi::Error publish_layout_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer chunk, Buffer x,
-                               Result mem_out, Result y_out) {
+ffi::Error publish_layout_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer chunk,
+                               Buffer x, Result mem_out, Result y_out) {
   carry(y_in, y_out);
   RingCall call;
   Status status = find_open_ring(ordinal, attrs, mem_in, mem_out, &call);
@@ -162,11 +167,11 @@ XLA_FFI_DEFINE_HANDLER(kPublishLayout, publish_layout_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<Buffer>()   // mem
-                           .Arg<Buffer>()   // y
-                           .Arg<Buffer>()   // chunk [] i32
-                           .Arg<Buffer>()   // x [c, H]
-                           .Ret<Buffer>()   // mem
+                           .Arg<Buffer>()    // mem
+                           .Arg<Buffer>()    // y
+                           .Arg<Buffer>()    // chunk [] i32
+                           .Arg<Buffer>()    // x [c, H]
+                           .Ret<Buffer>()    // mem
                            .Ret<Buffer>());  // y
 
 ffi::Error close_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer gate, Buffer up,
@@ -185,22 +190,22 @@ XLA_FFI_DEFINE_HANDLER(kClose, close_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<Buffer>()   // mem
-                           .Arg<Buffer>()   // y
-                           .Arg<Buffer>()   // gate
-                           .Arg<Buffer>()   // up
-                           .Arg<Buffer>()   // down
-                           .Arg<Buffer>()   // b_gate
-                           .Arg<Buffer>()   // b_up
-                           .Arg<Buffer>()   // b_down
-                           .Ret<Buffer>()   // mem
-                           .Ret<Buffer>()   // y
-                           .Ret<Buffer>()   // expert_rows [L] i32
+                           .Arg<Buffer>()    // mem
+                           .Arg<Buffer>()    // y
+                           .Arg<Buffer>()    // gate
+                           .Arg<Buffer>()    // up
+                           .Arg<Buffer>()    // down
+                           .Arg<Buffer>()    // b_gate
+                           .Arg<Buffer>()    // b_up
+                           .Arg<Buffer>()    // b_down
+                           .Ret<Buffer>()    // mem
+                           .Ret<Buffer>()    // y
+                           .Ret<Buffer>()    // expert_rows [L] i32
                            .Ret<Buffer>());  // counts [3] i32: dropped, invalid, masked
 
-Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Buffer x, Buffer ids,
-                    Buffer topk_weights, const Buffer (&operands)[kNumWeights], Result mem_out,
-                    Result y, cpu::CallStats* stats) {
+Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Buffer x,
+                    Buffer ids, Buffer topk_weights, const Buffer (&operands)[kNumWeights], Result mem_out, Result y,
+                    cpu::CallStats* stats) {
   STREAMMOE_RETURN_IF_ERROR(open_stream(ordinal, dictionary, mem_in, mem_out, operands, call));
   cpu::Stream& stream = *call->member->stream;
   const RingShape& shape = call->ring->shape();
@@ -210,20 +215,19 @@ Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dict
                                                    topk_weights.typed_data<float>() + start * shape.top_k,
                                                    y->untyped_data()));
     STREAMMOE_RETURN_IF_ERROR(stream.publish_layout(
-        chunk, static_cast<const uint8_t*>(x.untyped_data()) + start * shape.hidden * shape.itemsize, y->untyped_data()));
+        chunk, static_cast<const uint8_t*>(x.untyped_data()) + start * shape.hidden * shape.itemsize,
+        y->untyped_data()));
   }
   return stream.close(y->untyped_data(), stats);
 }
 
 ffi::Error ring_forward_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer x, Buffer ids,
                              Buffer topk_weights, Buffer gate, Buffer up, Buffer down, Buffer b_gate, Buffer b_up,
-                             Buffer b_down, Result mem_out, Result y, Result expert_rows,
-                             Result counts) {
+                             Buffer b_down, Result mem_out, Result y, Result expert_rows, Result counts) {
   const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   RingCall call;
   cpu::CallStats stats;
-  const Status status =
-      ring_forward(&call, ordinal, attrs, mem_in, x, ids, topk_weights, operands, mem_out, y, &stats);
+  const Status status = ring_forward(&call, ordinal, attrs, mem_in, x, ids, topk_weights, operands, mem_out, y, &stats);
   if (status.ok()) write_stats(stats, expert_rows, counts);
   return finish(call, status);
 }
@@ -231,19 +235,19 @@ XLA_FFI_DEFINE_HANDLER(kRingForward, ring_forward_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<Buffer>()   // mem
-                           .Arg<Buffer>()   // x [T, H]
-                           .Arg<Buffer>()   // topk_ids [T, K] i32
-                           .Arg<Buffer>()   // topk_weights [T, K] f32
-                           .Arg<Buffer>()   // gate
-                           .Arg<Buffer>()   // up
-                           .Arg<Buffer>()   // down
-                           .Arg<Buffer>()   // b_gate
-                           .Arg<Buffer>()   // b_up
-                           .Arg<Buffer>()   // b_down
-                           .Ret<Buffer>()   // mem
-                           .Ret<Buffer>()   // y [T, H]
-                           .Ret<Buffer>()   // expert_rows [L] i32
+                           .Arg<Buffer>()    // mem
+                           .Arg<Buffer>()    // x [T, H]
+                           .Arg<Buffer>()    // topk_ids [T, K] i32
+                           .Arg<Buffer>()    // topk_weights [T, K] f32
+                           .Arg<Buffer>()    // gate
+                           .Arg<Buffer>()    // up
+                           .Arg<Buffer>()    // down
+                           .Arg<Buffer>()    // b_gate
+                           .Arg<Buffer>()    // b_up
+                           .Arg<Buffer>()    // b_down
+                           .Ret<Buffer>()    // mem
+                           .Ret<Buffer>()    // y [T, H]
+                           .Ret<Buffer>()    // expert_rows [L] i32
                            .Ret<Buffer>());  // counts [3] i32: dropped, invalid, masked
 
 }  // namespace

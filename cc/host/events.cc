@@ -18,9 +18,7 @@ int32_t phase_of(const std::string& name) {
   return -1;
 }
 
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 Timeline& Timeline::get() {
   static Timeline timeline;

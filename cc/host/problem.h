@@ -26,15 +26,15 @@ enum class Activation : int32_t {
 inline constexpr bool is_gated(Activation a) { return a <= Activation::kGeGLU; }
 
 struct ExpertProblem {
-  int64_t num_experts = 0;  // L, the experts of this rank
-  int64_t hidden = 0;       // H
-  int64_t intermediate = 0; // I
-  int64_t top_k = 0;        // K
+  int64_t num_experts = 0;   // L, the experts of this rank
+  int64_t hidden = 0;        // H
+  int64_t intermediate = 0;  // I
+  int64_t top_k = 0;         // K
   DType dtype = DType::kF32;
   Activation activation = Activation::kSwiGLU;
   float limit = std::numeric_limits<float>::infinity();  // clamp, infinity when absent
-  int64_t block_m = 128;                                  // rows of every expert GEMM call
-  int32_t threads = 1;                                    // threads of the library one call may use
+  int64_t block_m = 128;                                 // rows of every expert GEMM call
+  int32_t threads = 1;                                   // threads of the library one call may use
 };
 
 // A stack of row-major matrices, one per expert. data == nullptr: absent (bias, or up of an ungated layer).

@@ -59,6 +59,7 @@ class Ring {
   void fail(const std::string& reason);
   std::string failure() const;  // empty while the ring works
   bool failed() const { return failed_.load(std::memory_order_acquire); }
+  const std::atomic<bool>* failed_flag() const { return &failed_; }
 
  private:
   const std::string name_;

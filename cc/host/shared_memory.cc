@@ -36,7 +36,8 @@ Status SharedMemory::create(const std::string& name, int64_t bytes, std::shared_
     close(fd);
     shm_unlink(name.c_str());
     return error(Code::kFailedPrecondition, "shared memory '", name, "' of ", bytes,
-                 " bytes cannot be reserved: ", std::strerror(failed), "; /dev/shm is too small, or use a smaller ring");
+                 " bytes cannot be reserved: ", std::strerror(failed),
+                 "; /dev/shm is too small, or use a smaller ring");
   }
   return map(fd, name, bytes, out);
 }

@@ -31,7 +31,7 @@ Status error(Code code, const Parts&... parts) {
   return Status(code, out.str());
 }
 
-#define STREAMMOE_RETURN_IF_ERROR(expr)                 \
+#define STREAMMOE_RETURN_IF_ERROR(expr) \
   if (::streammoe::Status status_ = (expr); !status_.ok()) return status_
 
 }  // namespace streammoe

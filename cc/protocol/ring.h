@@ -17,13 +17,11 @@
 namespace streammoe {
 
 inline constexpr int64_t kLineBytes = 128;
-inline constexpr int64_t kErrorBytes = 512;    // text of the first failure of this rank, NUL terminated
-inline constexpr int64_t kScaleColumns = 128;  // columns of x that share one scale
+inline constexpr int64_t kErrorBytes = 512;                    // text of the first failure of this rank, NUL terminated
+inline constexpr int64_t kScaleColumns = 128;                  // columns of x that share one scale
 inline constexpr uint64_t kRingMagic = 0x31676e69724d5353ull;  // "SSMring1", little endian
 
-STREAMMOE_HD constexpr int64_t align_line(int64_t bytes) {
-  return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
-}
+STREAMMOE_HD constexpr int64_t align_line(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
 
 struct RingShape {
   int64_t num_ranks = 1;     // R
@@ -62,8 +60,8 @@ struct RingLayout {
   int64_t slot_route_descriptor = 0;   // SlotDescriptor of the routing half
   int64_t slot_layout_descriptor = 0;  // SlotDescriptor of the activation half
   // pool
-  int64_t token_pool = 0;     // [P, H] tokens waiting for this rank's experts
-  int64_t combine_rows = 0;   // [S * C, K, H] unweighted expert rows of this rank's tokens
+  int64_t token_pool = 0;       // [P, H] tokens waiting for this rank's experts
+  int64_t combine_rows = 0;     // [S * C, K, H] unweighted expert rows of this rank's tokens
   int64_t combine_ids = 0;      // [S * C, K] i32, the owner's own copy: slots are reused inside a macro-chunk
   int64_t combine_weights = 0;  // [S * C, K] f32, likewise
   int64_t combine_flags = 0;    // [S * C, K] u8, 1: the route was dropped by `capacity`

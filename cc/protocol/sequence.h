@@ -42,7 +42,7 @@ enum class WaitStatus : int32_t { kReached = 0, kAborted = 1, kDeadline = 2 };
 struct WaitResult {
   WaitStatus status = WaitStatus::kReached;
   uint64_t seen = 0;  // last value of the word
-  int64_t peer = -1;  // who aborted
+  int64_t peer = -1;  // who aborted; -1 with kAborted: `failed` was set, by a rank of another group
 };
 
 // The abort words of one rank: one line per peer, non-zero once that peer has failed.
@@ -64,7 +64,8 @@ using Clock = std::chrono::steady_clock;
 
 // Waits for word >= wanted. Spins briefly, then yields, then sleeps 50 us a round: with more ranks than cores a
 // pure spin starves the rank that is waited for.
-inline WaitResult wait_at_least(const uint64_t* word, uint64_t wanted, AbortWords aborts, Clock::time_point deadline) {
+inline WaitResult wait_at_least(const uint64_t* word, uint64_t wanted, AbortWords aborts, Clock::time_point deadline,
+                                const std::atomic<bool>* failed = nullptr) {
   constexpr int kSpins = 64, kYields = 256;
   WaitResult result;
   for (int round = 0;; ++round) {
@@ -72,7 +73,7 @@ inline WaitResult wait_at_least(const uint64_t* word, uint64_t wanted, AbortWord
     if (result.seen >= wanted) return result;
     if (round < kSpins) continue;
     result.peer = aborts.first();
-    if (result.peer >= 0) {
+    if (result.peer >= 0 || (failed != nullptr && failed->load(std::memory_order_acquire))) {
       result.status = WaitStatus::kAborted;
       return result;
     }

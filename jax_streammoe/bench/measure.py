@@ -56,9 +56,7 @@ def alternate(
 
 def layer_config(shape: Shape, dtype: Any) -> MoEConfig:
     """The layer of a named shape."""
-    return MoEConfig(
-        shape.experts, shape.top_k, shape.hidden, shape.intermediate, dtype=dtype, block_m=shape.block_m
-    )
+    return MoEConfig(shape.experts, shape.top_k, shape.hidden, shape.intermediate, dtype=dtype, block_m=shape.block_m)
 
 
 def layer_arguments(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array, ...]:
@@ -78,16 +76,18 @@ def layer_arguments(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array,
 
 
 def record(
-    name: str, value: float, unit: str, baselines: Mapping[str, float], dtype: Any, num_devices: int = 1
+    name: str, value: float, unit: str, baselines: Mapping[str, float], dtype: Any, num_devices: int = 1, revision: str = ""
 ) -> dict:  # fmt: skip
     """Returns one result with everything that is needed to read it later; the keys are SCHEMA."""
     from .. import __version__  # not at import: the package imports nothing from here, but must be complete
 
-    versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy", "scipy-openblas32")}
+    wanted = {"jax", "jaxlib", "numpy", "scipy-openblas32", "jax-cuda13-plugin"}
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    versions = {name: installed[name] for name in sorted(wanted & installed.keys())}
     versions |= {"jax_streammoe": __version__, "python": platform.python_version()}
     values = (
         name, float(f"{value:.4g}"), unit, {k: float(f"{v:.4g}") for k, v in baselines.items()}, device_name(),
-        num_devices, np.dtype(dtype).name, versions, commit(),
+        num_devices, np.dtype(dtype).name, versions, revision or commit(),
         datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
     return dict(zip(SCHEMA, values, strict=True))

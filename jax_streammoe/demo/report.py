@@ -41,9 +41,7 @@ def compare(trainer: Trainer, batch: np.ndarray) -> tuple[list[Finding], list[Ev
         return y, info.aux, ring
 
     def run_ready(mixed: model.Mixed, ring: Any) -> tuple:
-        y, ring, _ = ep.moe(
-            mixed.tokens, mixed.ids, mixed.weights, params["w_gate_up"], params["w_down"], ring=ring
-        )
+        y, ring, _ = ep.moe(mixed.tokens, mixed.ids, mixed.weights, params["w_gate_up"], params["w_down"], ring=ring)
         return y, ring
 
     def run_xla(mixed: model.Mixed) -> Any:

@@ -167,9 +167,7 @@ def assert_close(name: str, got: Any, want: np.ndarray, dtype: Any, depth: int) 
     )
 
 
-def _run(
-    p: Problem, num_valid: int | None, dy: np.ndarray | None
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _run(p: Problem, num_valid: int | None, dy: np.ndarray | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     cfg, half = p.config, p.config.intermediate
     x, weights, w1, w2 = (a.astype(F64) for a in (p.x, p.topk_weights, p.w_gate_up, p.w_down))
     b1 = np.zeros(w1.shape[::2]) if p.b_gate_up is None else p.b_gate_up.astype(F64)
@@ -240,6 +238,4 @@ def _gelu(g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def as_jax(problem: Problem) -> Problem:
     """The problem with its arrays on JAX's default device."""
     arrays = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem) if f.name != "config"}
-    return dataclasses.replace(
-        problem, **{n: None if a is None else jnp.asarray(a) for n, a in arrays.items()}
-    )
+    return dataclasses.replace(problem, **{n: None if a is None else jnp.asarray(a) for n, a in arrays.items()})

@@ -1,0 +1,167 @@
+"""The whole layer inside jit on one H200: `sm.moe` against the layers JAX users can build from stock parts.
+
+Contract: run as `python benchmarks/gpu/layer.py --out FILE` with the library importable; writes a list of records as
+benchmarks/README.md describes them and prints a table. Random data, random routings; a value is checked against
+`sm.reference` on part of the batch before anything is timed. A figure is the median over rounds in which the versions
+take turns; a call is timed as 1/REPEATS of a program that makes REPEATS calls one after the other on different tokens,
+so that what is timed is device time inside jit, not dispatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_streammoe as sm
+from jax_streammoe.bench.layer import ragged_dot_layer
+from jax_streammoe.bench.measure import record
+
+# name -> hidden, intermediate, experts on this GPU, top_k
+SHAPES = {
+    "qwen3-30b": (2048, 768, 128, 8),
+    "qwen3-235b": (4096, 1536, 128, 8),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "dsv3-shard": (7168, 2048, 32, 8),
+}
+PREFILL = 8192
+DECODE = (1, 8, 64, 128)
+ROUNDS = 7
+COPY_BYTES_PER_S = 4.05e12  # what reads of weights reach on this part
+
+
+def pallas_layer(x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    """The same layer from Pallas' Mosaic ragged_dot for Hopper."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    tiles = dict(block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=1)
+    num_tokens, top_k = topk_ids.shape
+    order = jnp.argsort(topk_ids.reshape(-1))
+    sizes = jnp.bincount(topk_ids.reshape(-1), length=w_down.shape[0]).astype(jnp.int32)
+    both = ragged_dot_mgpu.ragged_dot(x[order // top_k], w_gate_up, group_sizes=sizes, **tiles)
+    gate, up = jnp.split(both, 2, axis=-1)
+    rows = ragged_dot_mgpu.ragged_dot((jax.nn.silu(gate) * up).astype(x.dtype), w_down, group_sizes=sizes, **tiles)
+    rows = jnp.zeros_like(rows).at[order].set(rows).reshape(num_tokens, top_k, -1)
+    return jnp.einsum("tkh,tk->th", rows.astype(jnp.float32), topk_weights).astype(x.dtype)
+
+
+def make(shape: tuple[int, int, int, int], num_tokens: int) -> tuple[sm.MoEConfig, tuple[jax.Array, ...]]:
+    hidden, inner, experts, top_k = shape
+    config = sm.MoEConfig(experts, top_k, hidden, inner, dtype=jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(num_tokens + hidden), 4)
+    _, ids = jax.lax.top_k(jax.random.uniform(keys[0], (num_tokens, experts)), top_k)
+    weights = jax.random.uniform(keys[1], (num_tokens, top_k), minval=0.5) / top_k
+
+    def normal(key: jax.Array, dims: tuple[int, ...], depth: int) -> jax.Array:
+        return jax.jit(lambda: (jax.random.normal(key, dims, jnp.bfloat16) * depth**-0.5).astype(jnp.bfloat16))()
+
+    return config, (
+        normal(keys[2], (num_tokens, hidden), 1), ids.astype(jnp.int32), weights,
+        normal(keys[3], (experts, hidden, 2 * inner), hidden), normal(keys[0], (experts, inner, hidden), inner),
+    )  # fmt: skip
+
+
+def program(layer: Any, repeats: int) -> Any:
+    """`repeats` calls on the same routes, each on tokens shifted by one, summed so that none can be dropped."""
+
+    def run(x: jax.Array, ids: jax.Array, *rest: jax.Array) -> jax.Array:
+        total = jnp.zeros(x.shape, jnp.float32)
+        for n in range(repeats):
+            x, total = jax.lax.optimization_barrier((jnp.roll(x, 1, axis=1), total))
+            y = layer(x, jnp.roll(ids, n, axis=0), *rest)
+            x, total = jax.lax.optimization_barrier((x, total + y.astype(jnp.float32)))
+        return total
+
+    return jax.jit(run)
+
+
+def timed(versions: dict[str, Any], args: tuple, repeats: dict[str, int]) -> dict[str, float]:
+    """Median seconds of one call of each version; the cost of the surrounding program is taken off."""
+    idle = lambda x, ids, *rest: x
+    programs = {n: (program(f, repeats[n]), program(idle, repeats[n])) for n, f in versions.items()}
+    samples: dict[str, list[float]] = {n: [] for n in versions}
+    for pair in programs.values():
+        for p in pair:
+            for _ in range(3):
+                p(*args).block_until_ready()
+    for _ in range(ROUNDS):
+        for name, pair in programs.items():
+            seconds = []
+            for p in pair:
+                begin = time.perf_counter()
+                p(*args).block_until_ready()
+                seconds.append(time.perf_counter() - begin)
+            samples[name].append((seconds[0] - seconds[1]) / repeats[name])
+    return {n: statistics.median(s) for n, s in samples.items()}
+
+
+def check(config: sm.MoEConfig, args: tuple) -> None:
+    part = tuple(a[:256] for a in args[:3])
+    got = sm.moe(*args, config=config)[: part[0].shape[0]].astype(jnp.float32)
+    wanted = sm.reference(*part, *args[3:], config=config).astype(jnp.float32)
+    error = float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
+    if not error < 5e-3:
+        raise RuntimeError(f"{config}: relative error {error}")
+
+
+def power_and_clock() -> str:
+    query = ["nvidia-smi", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def prefill(name: str, stock: bool, revision: str) -> dict:
+    config, args = make(SHAPES[name], PREFILL)
+    check(config, args)
+    hidden, inner, _, top_k = SHAPES[name]
+    flops = 6 * PREFILL * top_k * hidden * inner
+    ours = lambda *a: sm.moe(*a, config=config)
+    versions, repeats = {"moe": ours}, {"moe": 10}
+    if stock:
+        for baseline, layer, count in (("pallas", pallas_layer, 5), ("ragged_dot", ragged_dot_layer, 1)):
+            try:
+                layer(*args).block_until_ready()
+                versions[baseline], repeats[baseline] = layer, count
+            except Exception as error:
+                print(f"{name}: baseline {baseline} does not run: {str(error)[:120]}")
+    seconds = timed(versions, args, repeats)
+    baselines = {f"{n}_ms": s * 1e3 for n, s in seconds.items()}
+    baselines |= {f"{n}_tflops": flops / s / 1e12 for n, s in seconds.items() if n != "moe"}
+    print(name, {k: round(v, 3) for k, v in baselines.items()}, power_and_clock(), flush=True)
+    return record(f"layer_fwd/1gpu/{name}/T{PREFILL}", flops / seconds["moe"] / 1e12, "TFLOP/s", baselines, jnp.bfloat16, 1, revision)
+
+
+def decode(name: str, num_tokens: int, revision: str) -> dict:
+    config, args = make(SHAPES[name], num_tokens)
+    hidden, inner, _, _ = SHAPES[name]
+    hit = len(np.unique(np.asarray(args[1])))
+    floor = hit * 3 * hidden * inner * 2 / COPY_BYTES_PER_S
+    seconds = timed({"moe": lambda *a: sm.moe(*a, config=config)}, args, {"moe": 20})["moe"]
+    print(f"{name} T{num_tokens}: {seconds * 1e6:.0f} us, weights of {hit} experts {floor * 1e6:.0f} us", flush=True)
+    baselines = {"weight_read_us": floor * 1e6, "experts_hit": hit}
+    return record(f"decode/1gpu/{name}/T{num_tokens}", seconds * 1e6, "us", baselines, jnp.bfloat16, 1, revision)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--no-stock", action="store_true", help="leave the slow baselines out")
+    parser.add_argument("--commit", default="", help="of the measured tree, where it is not a git checkout")
+    options = parser.parse_args()
+    records = [prefill(name, not options.no_stock, options.commit) for name in SHAPES]
+    records += [decode(name, t, options.commit) for name in ("qwen3-30b", "qwen3-235b", "dsv3-shard") for t in DECODE]
+    options.out.write_text(json.dumps(records, indent=1) + "\n")
+    print(f"{'name':40} {'value':>9}")
+    for r in records:
+        print(f"{r['name']:40} {r['value']:9.1f} {r['unit']}")
+
+
+if __name__ == "__main__":
+    main()
