@@ -9,11 +9,12 @@ from .api import Stats, checkpoint_policy, moe
 from .config import MoEConfig
 from .inspection import RingState, check_program, inspect
 from .layout import ring_bytes
+from .publish import Stream, StreamInfo, close_stream, open_stream, publish_layout, publish_route
 from .reference import reference
 from .ring import Ring, RingRef, RingSpec, after, close_ring, make_ring
 from .routing import Routed, load_balance_loss, route_topk
 from .sharding import ExpertParallel, expert_parallel
-from .stream import Stream, StreamInfo, close_stream, open_stream, publish_layout, publish_route, stream_moe
+from .stream import stream_moe
 
 doctor = _doctor.doctor
 

@@ -1,8 +1,8 @@
 """One function per handler: operands in the handler's order, result descriptors, aliases. Nothing is decided here.
 
 Contract: the expert tensors travel as a six-tuple (gate, up, down, b_gate, b_up, b_down), absent ones of one element;
-packed `w_gate_up` [L, H, 2I] is gate with an empty up. Ring operations take `mem` first and return it in place. These are
-not differentiable; vjp.py attaches the gradient.
+packed `w_gate_up` [L, H, 2I] is gate with an empty up. Ring operations take `mem` first and return it in place. These
+are not differentiable; vjp.py attaches the gradient.
 """
 
 from __future__ import annotations

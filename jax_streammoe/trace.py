@@ -1,8 +1,8 @@
 """Timeline of the library's phases: which rank opened, published, dispatched, computed and combined which chunk, when.
 
 Contract: `start` and `stop` bracket what is recorded, in this process, on one clock; recording costs a lock per phase
-and nothing when off. `save` writes the Chrome trace format, which Perfetto and chrome://tracing read. The events are the
-library's own; `add` puts a caller's phases (a producer, say) on the same clock.
+and nothing when off. `save` writes the Chrome trace format, which Perfetto and chrome://tracing read. The events are
+the library's own; `add` puts a caller's phases (a producer, say) on the same clock.
 """
 
 from __future__ import annotations

@@ -1,28 +1,25 @@
 """`expert_parallel` on global arrays: any mesh and placement gives one device's y, d_x and d_topk_weights to the bit.
 
-Weight gradients are sums over ranks, so they are compared with the float64 oracle. Programs keep the ring in place,
-gather nothing that already lies right, and say what is wrong when they are called wrongly.
+Weight gradients are sums over ranks, so they are compared with the float64 oracle. Programs keep the ring in place and
+gather nothing that already lies right. What is refused, and how, is in test_expert_parallel_errors.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streammoe as sm
 from tests.helpers import oracle, ranks
+from tests.helpers.meshes import E, H, K, mesh_of, names, problem_of, ring_of
 
-H, I, E, K = 16, 24, 8, 2
-names = (f"ep-{n}" for n in itertools.count())
 # mesh axes, the axes of the experts, how a flat token dimension lies
 MESHES = {
     "ep": ({"ep": 4}, "ep", P("ep")),
@@ -31,20 +28,6 @@ MESHES = {
     "ep_of_two_axes": ({"data": 2, "expert": 2}, ("data", "expert"), P(("data", "expert"))),
 }
 TYPES = [AxisType.Auto, AxisType.Explicit]
-
-
-def mesh_of(axes, axis_type=AxisType.Auto):
-    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(*axes.values())
-    return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(axes))
-
-
-def problem_of(rng, T=24, **options):
-    return oracle.make_problem(rng, T=T, H=H, I=I, E=E, K=K, **({"dtype": jnp.float32, "block_m": 8} | options))
-
-
-def ring_of(ep, name=None, **options):
-    sizes = {"chunk_tokens": 4, "num_slots": 2, "timeout_s": 20} | options
-    return sm.make_ring(ep.config, mesh=ep.mesh, axis_name=ep.axis_names, name=name or next(names), **sizes)
 
 
 def set_mesh(mesh, wanted):
@@ -330,67 +313,6 @@ def test_stream_moe_in_a_users_shard_map(rng, check_vma):
         ranks.assert_bits(got, want)
     for got, what in zip(d_experts, ("w_gate_up", "w_down"), strict=True):
         oracle.assert_close(what, got, oracle.backward(problem)[what], jnp.float32, 64)
-
-
-@pytest.mark.core
-def test_what_is_wrong_is_said(rng):
-    problem = problem_of(rng)
-    config, mesh = problem.config, mesh_of({"ep": 4})
-    make = functools.partial(sm.expert_parallel, config)
-    errors = [
-        (lambda: make(mesh=mesh, axis_name="expert"), "axis_name must be an axis of the mesh ('ep',), got 'expert'"),
-        (lambda: make(mesh=mesh_of({"ep": 3})), "num_experts must be a multiple of num_ranks = 3, got 8"),
-        (lambda: make(mesh=mesh, transport="push"), "transport must be one of pull, xla, got 'push'"),
-    ]
-    ep, xla = make(mesh=mesh), make(mesh=mesh, transport="xla")
-    ring, alien = ring_of(ep), ring_of(make(mesh=mesh_of({"ep": 2})))
-    x, ids, weights, *experts = problem.args
-    call = lambda ep=ep, x=x, ids=ids, weights=weights, **more: ep.moe(x, ids, weights, *experts, **more)
-    odd = (x[:22], ids[:22], weights[:22])
-    errors += [
-        (lambda: call(ep, *odd), "x: dimension 0 of (22, 16) must be a multiple of 4, mesh axes ('ep',)"),
-        (lambda: call(num_valid=jnp.int32(3)), "num_valid must be int32 of shape (4,), one count per token shard"),
-        (lambda: call(xla, ring=ring), 'ep.moe: transport "xla" uses no ring, got one; pass ring=None'),
-        (lambda: call(ring=ring.mem), "ring must come from make_ring, got"),
-        (lambda: call(ring=alien), "was made for axis_name ('ep',) of mesh {'ep': 2}, got ('ep',) of {'ep': 4}"),
-        (
-            lambda: jax.shard_map(lambda x: call(x=x)[0], mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x),
-            "ep.moe takes global arrays and is called outside of shard_map, got manual axes ('ep',); inside, use "
-            "stream_moe",
-        ),
-    ]
-    with ring, alien:
-        for wrong, text in errors:
-            with pytest.raises((ValueError, TypeError), match=re.escape(text)):
-                wrong()
-
-
-def test_a_ring_of_a_mesh_outside_of_shard_map_is_refused(rng):
-    problem = problem_of(rng)
-    ep = sm.expert_parallel(problem.config, mesh=mesh_of({"ep": 4}))
-    with (
-        ring_of(ep) as ring,
-        pytest.raises(ValueError, match=re.escape("belongs inside jax.shard_map over all of them")),
-    ):
-        sm.stream_moe(
-            problem.x, ranks.given, *problem.args[3:], ring=ring, config=problem.config, token_args=problem.args[1:3]
-        )
-
-
-@pytest.mark.parametrize("call", ["moe", "stream_moe"])
-def test_partial_manual_is_refused(rng, call):
-    problem = problem_of(rng)
-    mesh = mesh_of({"data": 2, "ep": 2})
-
-    def rank(x, ids, weights):
-        if call == "moe":
-            return sm.moe(x, ids, weights, *problem.args[3:], config=problem.config)
-        return sm.stream_moe(x, ranks.given, *problem.args[3:], config=problem.config, token_args=(ids, weights))[0]
-
-    layer = jax.shard_map(rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
-    with pytest.raises(ValueError, match=re.escape("('ep',)")) as error:
-        jax.jit(layer)(*problem.args[:3])
-    assert call in str(error.value) and "('data',)" in str(error.value)
 
 
 @pytest.mark.parametrize("transport", ["pull", "xla"])

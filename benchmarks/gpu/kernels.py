@@ -503,61 +503,66 @@ def time_gemms(lib, records, sets=2):
             records.add(f"grouped_gemm/{name}/{k}", v, "TFLOP/s", seconds=t[k], gpu=states[k])
 
 
-def time_layers(lib, records, t=8192, sets=2):
+def time_layers(lib, records):
     print(
         f"{'layer':14s} {'ms':>8s} {'TF':>6s} {'fused':>6s} {'separ.':>6s} {'target':>7s} | "
         "us: plan gather up up_gather down combine | torch up down | up_gather TF down TF"
     )
-    for name, (h, i, e, k, target) in LAYERS.items():
-        x = [torch.randn(t, h, device=DEV).bfloat16() for _ in range(sets)]
-        w = torch.randn(e, h, 2 * i, device=DEV, dtype=torch.bfloat16).mul_(1 / math.sqrt(h))
-        w_down = torch.randn(e, i, h, device=DEV, dtype=torch.bfloat16).mul_(1 / math.sqrt(i))
-        ids = [random_ids(t, k, e, masked=0) for _ in range(sets)]
-        weights = torch.rand(t, k, device=DEV)
-        nbytes = lib.c.sm_forward_bytes(*(ctypes.c_int64(v) for v in (t, k, h, i, e)))
-        workspace, y = torch.empty(nbytes, device=DEV, dtype=torch.uint8), poison((t, h))
-        plan = Plan(lib, ids[0], e)
-        rows, act = torch.zeros(plan.rows, h, device=DEV).bfloat16(), torch.zeros(plan.rows, i, device=DEV).bfloat16()
-        up = (act, h, i, w, w[:, :, i:], (h * 2 * i, 2 * i))
-        rows.normal_(), act.normal_()
-        offs = plan.table(3, e).cumsum(0, dtype=torch.int32)
-        parts = {
-            "layer": lambda j: forward(lib, x[j % sets], ids[j % sets], weights, w, w_down, workspace, y),
-            "fused": lambda j: forward(lib, x[j % sets], ids[j % sets], weights, w, w_down, workspace, y, 1),
-            "separate": lambda j: forward(lib, x[j % sets], ids[j % sets], weights, w, w_down, workspace, y, 2),
-            "gather": lambda j: lib.call("sm_gather", plan.workspace, x[j % sets], rows, t, k, e, h),
-            "up": lambda j: plan.gemm(1, rows, *up),
-            "up_gather": lambda j: plan.gemm(1, x[j % sets], *up, gather=1),
-            "down": lambda j: plan.gemm(0, act, rows, i, h, w_down, None, (i * h, h)),
-            "torch_up": lambda j: torch._grouped_mm(rows[: t * k], w, offs=offs),
-            "torch_down": lambda j: torch._grouped_mm(act[: t * k], w_down, offs=offs),
-            "combine": lambda j: lib.call("sm_combine", plan.workspace, rows, weights, y, t, k, e, h),
-        }
-        m, states = medians(parts, rounds=4, repeats=8)
-        m["plan"] = graph_seconds([plan.launch] * 20)
-        flop = 6.0 * t * k * h * i
-        tf = flop / m["layer"] * 1e-12
-        us = {p: v * 1e6 for p, v in m.items()}
-        print(
-            f"{name:14s} {m['layer'] * 1e3:8.3f} {tf:6.0f} {flop / m['fused'] * 1e-12:6.0f} "
-            f"{flop / m['separate'] * 1e-12:6.0f} {target:7d} | "
-            f"{us['plan']:.0f} {us['gather']:.0f} {us['up']:.0f} {us['up_gather']:.0f} {us['down']:.0f} "
-            f"{us['combine']:.0f} | {us['torch_up']:.0f} {us['torch_down']:.0f} | "
-            f"{flop / 1.5 / m['up_gather'] * 1e-12:.0f} {flop / 3 / m['down'] * 1e-12:.0f} "
-            f"MHz {[states[p]['sm_mhz'] for p in ('layer', 'up', 'up_gather', 'down', 'torch_up')]} "
-            f"W {states['layer']['watts']} {states['up']['watts']}",
-            flush=True,
-        )
-        records.add(
-            f"layer/{name}/T{t}",
-            tf,
-            "TFLOP/s",
-            seconds=m["layer"],
-            target=target,
-            gpu=states["layer"],
-            parts_us={p: v for p, v in us.items() if p != "layer"},
-        )
-        del x, w, w_down, rows, act, workspace, plan, parts, up
+    for name in LAYERS:
+        time_layer(lib, records, name)
+
+
+def time_layer(lib, records, name, t=8192, sets=2):
+    """One layer and its parts; a function of its own, so that its tensors are gone before the next layer's are made."""
+    h, i, e, k, target = LAYERS[name]
+    x = [torch.randn(t, h, device=DEV).bfloat16() for _ in range(sets)]
+    w = torch.randn(e, h, 2 * i, device=DEV, dtype=torch.bfloat16).mul_(1 / math.sqrt(h))
+    w_down = torch.randn(e, i, h, device=DEV, dtype=torch.bfloat16).mul_(1 / math.sqrt(i))
+    ids = [random_ids(t, k, e, masked=0) for _ in range(sets)]
+    weights = torch.rand(t, k, device=DEV)
+    nbytes = lib.c.sm_forward_bytes(*(ctypes.c_int64(v) for v in (t, k, h, i, e)))
+    workspace, y = torch.empty(nbytes, device=DEV, dtype=torch.uint8), poison((t, h))
+    plan = Plan(lib, ids[0], e)
+    rows, act = torch.zeros(plan.rows, h, device=DEV).bfloat16(), torch.zeros(plan.rows, i, device=DEV).bfloat16()
+    up = (act, h, i, w, w[:, :, i:], (h * 2 * i, 2 * i))
+    rows.normal_(), act.normal_()
+    offs = plan.table(3, e).cumsum(0, dtype=torch.int32)
+    parts = {
+        "layer": lambda j: forward(lib, x[j % sets], ids[j % sets], weights, w, w_down, workspace, y),
+        "fused": lambda j: forward(lib, x[j % sets], ids[j % sets], weights, w, w_down, workspace, y, 1),
+        "separate": lambda j: forward(lib, x[j % sets], ids[j % sets], weights, w, w_down, workspace, y, 2),
+        "gather": lambda j: lib.call("sm_gather", plan.workspace, x[j % sets], rows, t, k, e, h),
+        "up": lambda j: plan.gemm(1, rows, *up),
+        "up_gather": lambda j: plan.gemm(1, x[j % sets], *up, gather=1),
+        "down": lambda j: plan.gemm(0, act, rows, i, h, w_down, None, (i * h, h)),
+        "torch_up": lambda j: torch._grouped_mm(rows[: t * k], w, offs=offs),
+        "torch_down": lambda j: torch._grouped_mm(act[: t * k], w_down, offs=offs),
+        "combine": lambda j: lib.call("sm_combine", plan.workspace, rows, weights, y, t, k, e, h),
+    }
+    m, states = medians(parts, rounds=4, repeats=8)
+    m["plan"] = graph_seconds([plan.launch] * 20)
+    flop = 6.0 * t * k * h * i
+    tf = flop / m["layer"] * 1e-12
+    us = {p: v * 1e6 for p, v in m.items()}
+    print(
+        f"{name:14s} {m['layer'] * 1e3:8.3f} {tf:6.0f} {flop / m['fused'] * 1e-12:6.0f} "
+        f"{flop / m['separate'] * 1e-12:6.0f} {target:7d} | "
+        f"{us['plan']:.0f} {us['gather']:.0f} {us['up']:.0f} {us['up_gather']:.0f} {us['down']:.0f} "
+        f"{us['combine']:.0f} | {us['torch_up']:.0f} {us['torch_down']:.0f} | "
+        f"{flop / 1.5 / m['up_gather'] * 1e-12:.0f} {flop / 3 / m['down'] * 1e-12:.0f} "
+        f"MHz {[states[p]['sm_mhz'] for p in ('layer', 'up', 'up_gather', 'down', 'torch_up')]} "
+        f"W {states['layer']['watts']} {states['up']['watts']}",
+        flush=True,
+    )
+    records.add(
+        f"layer/{name}/T{t}",
+        tf,
+        "TFLOP/s",
+        seconds=m["layer"],
+        target=target,
+        gpu=states["layer"],
+        parts_us={p: v for p, v in us.items() if p != "layer"},
+    )
 
 
 def time_decode(lib, records, sets=10):

@@ -3,8 +3,8 @@
 Contract: run as `python benchmarks/gpu/layer.py --out FILE` with the library importable; writes a list of records as
 benchmarks/README.md describes them and prints a table. Random data, random routings; a value is checked against
 `sm.reference` on part of the batch before anything is timed. A figure is the median over rounds in which the versions
-take turns; a call is timed as 1/REPEATS of a program that makes REPEATS calls one after the other on different tokens,
-so that what is timed is device time inside jit, not dispatch.
+take turns; a call is timed as 1/n of a program that makes n calls one after the other, on tokens and routes that differ,
+so that what is timed is device time inside jit, and 1/n of one dispatch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPES = {
 }
 PREFILL = 8192
 DECODE = (1, 8, 64, 128)
-ROUNDS = 7
+WARM_UP, ROUNDS = 3, 7
 COPY_BYTES_PER_S = 4.05e12  # what reads of weights reach on this part
 
 
@@ -69,37 +69,23 @@ def make(shape: tuple[int, int, int, int], num_tokens: int) -> tuple[sm.MoEConfi
     )  # fmt: skip
 
 
-def program(layer: Any, repeats: int) -> Any:
-    """`repeats` calls on the same routes, each on tokens shifted by one, summed so that none can be dropped."""
-
-    def run(x: jax.Array, ids: jax.Array, *rest: jax.Array) -> jax.Array:
-        total = jnp.zeros(x.shape, jnp.float32)
-        for n in range(repeats):
-            x, total = jax.lax.optimization_barrier((jnp.roll(x, 1, axis=1), total))
-            y = layer(x, jnp.roll(ids, n, axis=0), *rest)
-            x, total = jax.lax.optimization_barrier((x, total + y.astype(jnp.float32)))
-        return total
-
-    return jax.jit(run)
+def program(layer: Any) -> Any:
+    """One call per batch of tokens and routes, one after the other; nothing else, so all that is timed is the layer."""
+    return jax.jit(lambda batches, *rest: [layer(*batch, *rest) for batch in batches])
 
 
 def timed(versions: dict[str, Any], args: tuple, repeats: dict[str, int]) -> dict[str, float]:
-    """Median seconds of one call of each version; the cost of the surrounding program is taken off."""
-    idle = lambda x, ids, *rest: x
-    programs = {n: (program(f, repeats[n]), program(idle, repeats[n])) for n, f in versions.items()}
+    """Median seconds of one call of each version. Every call has tokens and routes of its own: no result is shared."""
+    x, ids, weights, *experts = args
+    batches = [(jnp.roll(x, n, axis=1), jnp.roll(ids, n, axis=0), weights) for n in range(max(repeats.values()))]
+    programs = {n: program(f) for n, f in versions.items()}
     samples: dict[str, list[float]] = {n: [] for n in versions}
-    for pair in programs.values():
-        for p in pair:
-            for _ in range(3):
-                p(*args).block_until_ready()
-    for _ in range(ROUNDS):
-        for name, pair in programs.items():
-            seconds = []
-            for p in pair:
-                begin = time.perf_counter()
-                p(*args).block_until_ready()
-                seconds.append(time.perf_counter() - begin)
-            samples[name].append((seconds[0] - seconds[1]) / repeats[name])
+    for turn in range(WARM_UP + ROUNDS):
+        for name, run in programs.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run(batches[: repeats[name]], *experts))
+            if turn >= WARM_UP:
+                samples[name].append((time.perf_counter() - begin) / repeats[name])
     return {n: statistics.median(s) for n, s in samples.items()}
 
 
@@ -123,7 +109,7 @@ def prefill(name: str, stock: bool, revision: str) -> dict:
     hidden, inner, _, top_k = SHAPES[name]
     flops = 6 * PREFILL * top_k * hidden * inner
     ours = lambda *a: sm.moe(*a, config=config)
-    versions, repeats = {"moe": ours}, {"moe": 10}
+    versions, repeats = {"moe": ours}, {"moe": 12}
     if stock:
         for baseline, layer, count in (("pallas", pallas_layer, 5), ("ragged_dot", ragged_dot_layer, 1)):
             try:
@@ -135,7 +121,8 @@ def prefill(name: str, stock: bool, revision: str) -> dict:
     baselines = {f"{n}_ms": s * 1e3 for n, s in seconds.items()}
     baselines |= {f"{n}_tflops": flops / s / 1e12 for n, s in seconds.items() if n != "moe"}
     print(name, {k: round(v, 3) for k, v in baselines.items()}, power_and_clock(), flush=True)
-    return record(f"layer_fwd/1gpu/{name}/T{PREFILL}", flops / seconds["moe"] / 1e12, "TFLOP/s", baselines, jnp.bfloat16, 1, revision)
+    what, value = f"layer_fwd/1gpu/{name}/T{PREFILL}", flops / seconds["moe"] / 1e12
+    return record(what, value, "TFLOP/s", baselines, jnp.bfloat16, 1, revision)
 
 
 def decode(name: str, num_tokens: int, revision: str) -> dict:
@@ -143,7 +130,7 @@ def decode(name: str, num_tokens: int, revision: str) -> dict:
     hidden, inner, _, _ = SHAPES[name]
     hit = len(np.unique(np.asarray(args[1])))
     floor = hit * 3 * hidden * inner * 2 / COPY_BYTES_PER_S
-    seconds = timed({"moe": lambda *a: sm.moe(*a, config=config)}, args, {"moe": 20})["moe"]
+    seconds = timed({"moe": lambda *a: sm.moe(*a, config=config)}, args, {"moe": 40})["moe"]
     print(f"{name} T{num_tokens}: {seconds * 1e6:.0f} us, weights of {hit} experts {floor * 1e6:.0f} us", flush=True)
     baselines = {"weight_read_us": floor * 1e6, "experts_hit": hit}
     return record(f"decode/1gpu/{name}/T{num_tokens}", seconds * 1e6, "us", baselines, jnp.bfloat16, 1, revision)

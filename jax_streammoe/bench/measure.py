@@ -76,7 +76,8 @@ def layer_arguments(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array,
 
 
 def record(
-    name: str, value: float, unit: str, baselines: Mapping[str, float], dtype: Any, num_devices: int = 1, revision: str = ""
+    name: str, value: float, unit: str, baselines: Mapping[str, float], dtype: Any, num_devices: int = 1,
+    revision: str = "",
 ) -> dict:  # fmt: skip
     """Returns one result with everything that is needed to read it later; the keys are SCHEMA."""
     from .. import __version__  # not at import: the package imports nothing from here, but must be complete

@@ -43,7 +43,8 @@ def test_values(rng, size, activation):
 def test_portable_dtypes(rng, dtype):
     problem = oracle.make_problem(rng, **SIZES["small"], masked=3, dtype=dtype)
     depth = problem.config.hidden + problem.config.intermediate
-    oracle.assert_close("y", np.asarray(_call(problem), np.float64), oracle.forward(problem), problem.config.dtype, depth)
+    y = np.asarray(_call(problem), np.float64)
+    oracle.assert_close("y", y, oracle.forward(problem), problem.config.dtype, depth)
 
 
 def test_gradients(rng):
