@@ -27,6 +27,10 @@ def forward(
     spec: LayerSpec, axis_names: tuple[str, ...], x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x [T, H], global ids [T, K], weights [T, K] f32 of this rank -> y [T, H], expert_rows [L], counts [3]."""
+    if spec.checks:
+        invalid_here = jnp.any((ids < -1) | (ids >= spec.config.num_experts)).astype(jnp.int32)
+        any_invalid = lax.pmax(invalid_here, axis_names) if axis_names else invalid_here
+        ids = ops.check_ids(spec, ids, any_invalid)
     ids, invalid, masked = _clean(spec, axis_names, ids)
     needed, local_ids = _destinations(spec, axis_names, ids)
     x_in = _exchange(jnp.where(needed[..., None], x[None], jnp.zeros((), x.dtype)), axis_names)

@@ -80,6 +80,16 @@ def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) 
     return tuple(ffi.call("rows", results, x, local_ids, *experts, attributes=spec.attributes()))
 
 
+def check_ids(spec: LayerSpec, ids: jax.Array, any_invalid: jax.Array) -> jax.Array:
+    """ids [T, K] of this rank, or an error that names the first one outside -1..E-1.
+
+    any_invalid: int32 [], whether any rank has one; all of them raise, so that none waits for another in a collective.
+    """
+    attributes = spec.attributes() | {"total_experts": np.int64(spec.config.num_experts)}
+    result = ffi.like(ids, ids.shape, ids.dtype)
+    return ffi.call("check_ids", result, ids, any_invalid, attributes=attributes, aliases={0: 0}, side_effect=True)
+
+
 def combine(
     spec: LayerSpec, expert_rows: jax.Array, ids: jax.Array, weights: jax.Array, dropped: jax.Array
 ) -> jax.Array:

@@ -185,3 +185,23 @@ def test_ranks_of_different_plans_are_told_both(rng):
     assert "all ranks must run the same calls on the ring, in the same order" in str(error.value)
     assert re.search(r"\(sequence, call, chunk, plan\) wanted \(1, 0, 0, \d+\), got \(1, 0, 0, \d+\)", str(error.value))
     sm.close_ring(layer.name)
+
+
+def test_closing_a_ring_in_use_ends_its_call(rng, mesh_of):
+    """A rank that finds no ring must not leave its peers to their deadline."""
+    mesh, config = mesh_of(2), sm.MoEConfig(4, 2, 32, 16, dtype=jnp.float32, block_m=16)
+    ring = sm.make_ring(config, chunk_tokens=8, num_slots=1, mesh=mesh, name="closed-in-use", timeout_s=60)
+    ep = sm.expert_parallel(config, mesh=mesh)
+    x = jnp.asarray(rng.standard_normal((16, 32)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 4, (16, 2)), jnp.int32)
+    weights = jnp.ones((16, 2), jnp.float32)
+    experts = (jnp.ones((4, 32, 32), jnp.float32), jnp.ones((4, 16, 32), jnp.float32))
+    f = jax.jit(lambda x, ring: ep.moe(x, ids, weights, *experts, ring=ring)[0], donate_argnums=1)
+    begin = time.monotonic()
+    with sm.testing.fault("closed-in-use", "publish_layout", "delay", rank=0, seconds=3.0):
+        y = f(x, ring)
+        time.sleep(1.0)  # rank 1 waits for rank 0 by now
+        assert sm.close_ring("closed-in-use")
+        with pytest.raises(Exception, match="closed"):
+            y.block_until_ready()
+    assert time.monotonic() - begin < 30

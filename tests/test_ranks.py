@@ -184,3 +184,22 @@ def test_two_layers_many_iterations_with_jitter(rng, rings, policy):
         sm.testing.clear_faults()
         sm.close_ring(name_a)
         sm.close_ring(name_b)
+
+
+@pytest.mark.parametrize("with_ring", [False, True])
+def test_checks_over_ranks_name_the_token(rng, mesh_of, with_ring):
+    problem = oracle.make_problem(rng, T=16, H=32, I=16, E=4, K=2, dtype=jnp.float32)
+    ids = np.array(problem.topk_ids)
+    ids[11, 1] = 9  # token 3 of rank 1
+    mesh = mesh_of(2)
+    ep = sm.expert_parallel(problem.config, mesh=mesh)
+    ring = None
+    if with_ring:
+        ring = sm.make_ring(problem.config, chunk_tokens=8, num_slots=1, mesh=mesh, name="checks-ranks", timeout_s=20)
+    f = jax.jit(lambda i, x, w, g, d, ring: ep.moe(x, i, w, g, d, ring=ring, checks=True)[:2], donate_argnums=5)
+    # Either rank's error may come first; without a ring the other one can only say that it is not its own.
+    text = r"topk_ids\[3, 1\] is 9, outside -1\.\.3" + ("" if with_ring else "|topk_ids of another rank name no expert")
+    with pytest.raises(Exception, match=text):
+        jax.block_until_ready(f(ids, problem.x, problem.topk_weights, problem.w_gate_up, problem.w_down, ring))
+    if with_ring:
+        sm.close_ring("checks-ranks")

@@ -3,8 +3,8 @@
 Contract: run as `python benchmarks/gpu/layer.py --out FILE` with the library importable; writes a list of records as
 benchmarks/README.md describes them and prints a table. Random data, random routings; a value is checked against
 `sm.reference` on part of the batch before anything is timed. A figure is the median over rounds in which the versions
-take turns; a call is timed as 1/n of a program that makes n calls one after the other, on different tokens and routes, so
-that what is timed is device time inside jit, and 1/n of one dispatch.
+take turns; a call is timed as 1/n of a program that makes n calls one after the other, on different tokens and routes:
+what is timed is device time inside jit, and 1/n of one dispatch.
 """
 
 from __future__ import annotations

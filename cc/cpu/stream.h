@@ -7,6 +7,7 @@
 // returns; the expert weights must live from open to close.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -65,8 +66,8 @@ class Stream {
   // After an error: makes the ring terminal, tells the peers, and ends the worker, so that nothing of the call touches
   // memory once the error is raised.
   void abort(const Status& why);
-  bool is_open() const { return open_; }
   const CallSpec& spec() const { return spec_; }
+  bool is_open() const { return open_.load(std::memory_order_acquire); }
 
  private:
   // A route whose token is in the pool and whose expert has not computed it yet.
@@ -114,7 +115,7 @@ class Stream {
   const RingLayout& at_;
   const RingShape& shape_;
 
-  bool open_ = false;
+  std::atomic<bool> open_{false};
   CallSpec spec_;
   ExpertWeights weights_;
   uint64_t tag_ = 0, base_ = 0, call_ = 0, macro_base_ = 0;

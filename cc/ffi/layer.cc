@@ -2,6 +2,7 @@
 //
 //   forward   x, ids, weights -> y                   the batch-ready layer
 //   rows      x, ids -> one unweighted row per route  the expert half, for transports made of XLA collectives
+//   check_ids ids -> ids                              an error when one names no expert
 //   combine   rows, ids, weights -> y                 the owner's half
 //   backward  x, dy, ids, weights -> gradients per route, per weight and per expert tensor
 //   after     values, others -> values                available to the program once the others are: an ordering that
@@ -164,6 +165,34 @@ XLA_FFI_DEFINE_HANDLER(kRows, rows_impl,
                            .Ret<ffi::AnyBuffer>()    // dropped [N, K] u8
                            .Ret<ffi::AnyBuffer>());  // expert_rows [L] i32
 
+// ids -> ids, or an error that names the first id outside -1..E-1 of this rank's tokens. When another rank has one,
+// this rank fails with it: it would wait for that rank in the next collective.
+Status check_ids(const ffi::AnyBuffer& ids, bool any_invalid, void* out, const ffi::Dictionary& dictionary) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  const int64_t total_experts = attrs.i64("total_experts");
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  std::vector<int32_t> clean;
+  Counts counts;
+  const auto num_pairs = static_cast<int64_t>(ids.element_count());
+  STREAMMOE_RETURN_IF_ERROR(
+      sanitise(ids.typed_data<int32_t>(), num_pairs, p.top_k, total_experts, true, &clean, &counts));
+  if (any_invalid) return error(Code::kInvalidArgument, "topk_ids of another rank name no expert, see its error");
+  if (out != ids.untyped_data()) std::memcpy(out, ids.untyped_data(), ids.size_bytes());
+  return {};
+}
+
+ffi::Error check_ids_impl(ffi::Dictionary attrs, ffi::AnyBuffer ids, ffi::AnyBuffer any_invalid,
+                          ffi::Result<ffi::AnyBuffer> out) {
+  return to_ffi(check_ids(ids, *any_invalid.typed_data<int32_t>() != 0, out->untyped_data(), attrs));
+}
+XLA_FFI_DEFINE_HANDLER(kCheckIds, check_ids_impl,
+                       ffi::Ffi::Bind()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()    // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()    // any_invalid [] i32
+                           .Ret<ffi::AnyBuffer>());  // topk_ids
+
 Status combine_rows(const ffi::AnyBuffer& row_buffer, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
                     const ffi::AnyBuffer& dropped, void* y, const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
@@ -272,11 +301,9 @@ XLA_FFI_DEFINE_HANDLER(kAfter, after_impl,
 }  // namespace
 
 std::vector<std::pair<const char*, void*>> layer_handlers() {
-  return {{"forward", reinterpret_cast<void*>(+kForward)},
-          {"rows", reinterpret_cast<void*>(+kRows)},
-          {"combine", reinterpret_cast<void*>(+kCombine)},
-          {"backward", reinterpret_cast<void*>(+kBackward)},
-          {"after", reinterpret_cast<void*>(+kAfter)}};
+  return {{"forward", reinterpret_cast<void*>(+kForward)},    {"rows", reinterpret_cast<void*>(+kRows)},
+          {"check_ids", reinterpret_cast<void*>(+kCheckIds)}, {"combine", reinterpret_cast<void*>(+kCombine)},
+          {"backward", reinterpret_cast<void*>(+kBackward)},  {"after", reinterpret_cast<void*>(+kAfter)}};
 }
 
 }  // namespace streammoe::ffi_glue

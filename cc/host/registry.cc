@@ -1,6 +1,7 @@
 // Ring registry. See registry.h for the contract.
 #include "host/registry.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "cpu/stream.h"
@@ -60,6 +61,20 @@ std::string Ring::failure() const {
   return failure_;
 }
 
+bool Ring::in_use() const {
+  return std::any_of(members_.begin(), members_.end(), [](const auto& m) { return m.second.stream->is_open(); });
+}
+
+namespace {
+
+void retire(const std::shared_ptr<Ring>& ring, const char* how) {
+  if (ring != nullptr && ring->in_use() && !ring->failed()) {
+    ring->fail("it was " + std::string(how) + " while a call was running on it; wait for the call's results first");
+  }
+}
+
+}  // namespace
+
 Registry& Registry::get() {
   // Never destroyed: worker threads of a stalled ring may outlive main().
   static Registry* registry = new Registry;
@@ -70,8 +85,11 @@ std::shared_ptr<Ring> Registry::create(const std::string& name, const RingShape&
                                        double timeout_s) {
   auto ring = std::make_shared<Ring>(name, shape, num_groups, timeout_s);
   std::shared_ptr<Ring> replaced;  // ends after the lock: its worker may still have to be joined
-  std::lock_guard lock(mutex_);
-  replaced = std::exchange(rings_[name], ring);
+  {
+    std::lock_guard lock(mutex_);
+    replaced = std::exchange(rings_[name], ring);
+  }
+  retire(replaced, "made again");
   return ring;
 }
 
@@ -87,12 +105,15 @@ int64_t Registry::next_generation(const std::string& name) {
 }
 
 bool Registry::close(const std::string& name) {
-  std::shared_ptr<Ring> dead;
-  std::lock_guard lock(mutex_);
-  const auto it = rings_.find(name);
-  if (it == rings_.end()) return false;
-  dead = std::move(it->second);
-  rings_.erase(it);
+  std::shared_ptr<Ring> closed;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = rings_.find(name);
+    if (it == rings_.end()) return false;
+    closed = std::move(it->second);
+    rings_.erase(it);
+  }
+  retire(closed, "closed");
   return true;
 }
 

@@ -58,6 +58,8 @@ class Ring {
   // so that XLA may free the memory of the rank that raises.
   void fail(const std::string& reason);
   std::string failure() const;  // empty while the ring works
+  // Whether a stream is open on a rank of this process.
+  bool in_use() const;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   const std::atomic<bool>* failed_flag() const { return &failed_; }
 
@@ -93,6 +95,7 @@ class Registry {
   static Registry& get();
   std::shared_ptr<Ring> create(const std::string& name, const RingShape& shape, int64_t num_groups, double timeout_s);
   std::shared_ptr<Ring> find(const std::string& name) const;
+  // Forgets a ring. Calls that are running on it end with an error instead of waiting for ranks that find no ring.
   bool close(const std::string& name);
   // 1, 2, ... per name: makes the names that processes agree on unique to one make_ring.
   int64_t next_generation(const std::string& name);
