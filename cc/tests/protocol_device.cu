@@ -1,4 +1,5 @@
-// The protocol headers as device code: that they compile for sm_90a is the test, so that host and device can share them.
+// The protocol headers as device code: that they compile for sm_90a is the test, so that host and device can share
+// them.
 //
 // Contract: built with every CUDA build, linked into nothing. The kernel touches what a publishing and a polling kernel
 // need: offsets, sequences, the acquire and release of a word, the abort words.
