@@ -89,7 +89,12 @@ int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, in
 // members: (device ordinal, group, rank) of the ranks that run in this process.
 void ring_create(const std::string& name, const nb::dict& shape, int64_t num_groups, double timeout_s,
                  const std::vector<std::vector<int64_t>>& members) {
-  const auto ring = Registry::get().create(name, shape_from(shape), num_groups, timeout_s);
+  const RingShape sizes = shape_from(shape);
+  std::shared_ptr<Ring> ring;
+  {
+    nb::gil_scoped_release unlocked;  // a ring that is replaced may have to join its worker
+    ring = Registry::get().create(name, sizes, num_groups, timeout_s);
+  }
   for (const auto& m : members) ring->add_member(m.at(0), m.at(1), m.at(2));
 }
 

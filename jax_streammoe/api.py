@@ -19,6 +19,10 @@ from jax.sharding import get_abstract_mesh
 from . import checks, local, ops, vjp
 from .config import MoEConfig
 from .ops import Experts, LayerSpec
+from .routing import IDS_NAME, WEIGHTS_NAME
+from .varying import vary_together
+
+Y_NAME = "streammoe_y"
 
 
 class Stats(NamedTuple):
@@ -59,7 +63,7 @@ def moe(
       w_gate_up: [E, H, 2I], gate columns first, or a pair (w_gate, w_up) of [E, H, I]; ungated: [E, H, I].
       w_down: [E, I, H]. b_gate_up: [E, 2I] or a pair; b_down: [E, H]; given exactly when config.use_bias.
       num_valid: tokens that exist, an int or int32 scalar; later ones are masked. None: all.
-      checks: an id outside -1..E-1 is an error that names token, slot and value.
+      checks: an id outside -1..E-1 is an error that names token, slot and value (on CPU; CUDA only counts it).
       return_stats: also return `Stats`.
 
     Returns y [..., H] in x's dtype, or (y, Stats). A token without a valid route gets exactly 0.
@@ -81,7 +85,7 @@ def _moe(
     experts = config.num_experts if isinstance(config, MoEConfig) else 0
     checks.check_moe_args(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, experts)
     args = prepare(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, num_valid)
-    args = vjp.vary_together(args)
+    args = vary_together(args)
     spec = LayerSpec(config, config.num_experts, checks=check_ids)
     y, expert_rows, counts = local.forward(spec, *lax.stop_gradient(args))
     y, _ = vjp.attach(vjp.GradientSpec(spec), named_y(y), *args, vjp.new_token(args.x))
@@ -101,16 +105,24 @@ def prepare(
     config: MoEConfig, num_valid: Any,
 ) -> Prepared:  # fmt: skip
     """Returns the operands of checked arguments: ids narrowed and masked, weights widened; leading dims as they are."""
-    ids = mask_ids(narrow_ids(topk_ids, config), num_valid)
-    weights = topk_weights.astype(jnp.float32)
-    return Prepared(x, name_ids(ids), name_weights(weights), ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down))
+    ids, weights = prepare_routes(topk_ids, topk_weights, config, num_valid)
+    return Prepared(x, ids, weights, ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down))
+
+
+def prepare_routes(
+    topk_ids: jax.Array, topk_weights: jax.Array, config: MoEConfig, num_valid: Any, first_token: Any = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Returns checked ids [..., K] narrowed and masked, and weights [..., K] widened, both named for remat policies."""
+    ids = mask_ids(narrow_ids(topk_ids, config), num_valid, first_token)
+    return checkpoint_name(ids, IDS_NAME), checkpoint_name(topk_weights.astype(jnp.float32), WEIGHTS_NAME)
 
 
 def narrow_ids(ids: jax.Array, config: MoEConfig) -> jax.Array:
     """Ids as int32; an int64 value that does not fit stays outside 0..E-1."""
     if not checks.is_int64(ids):
         return ids
-    return jnp.clip(ids, -2, config.num_experts).astype(jnp.int32)
+    limits = jnp.iinfo(jnp.int32)
+    return jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
 
 
 def mask_ids(ids: jax.Array, num_valid: Any, first_token: Any = 0) -> jax.Array:
@@ -122,19 +134,9 @@ def mask_ids(ids: jax.Array, num_valid: Any, first_token: Any = 0) -> jax.Array:
     return jnp.where(tokens.reshape(*ids.shape[:-1], 1) < jnp.asarray(num_valid, jnp.int32), ids, -1)
 
 
-def name_ids(ids: jax.Array) -> jax.Array:
-    """Names ids for checkpoint policies."""
-    return checkpoint_name(ids, "streammoe_ids")
-
-
-def name_weights(weights: jax.Array) -> jax.Array:
-    """Names routing weights for checkpoint policies."""
-    return checkpoint_name(weights, "streammoe_weights")
-
-
 def named_y(y: jax.Array) -> jax.Array:
     """Names the layer's output for checkpoint policies."""
-    return checkpoint_name(y, "streammoe_y")
+    return checkpoint_name(y, Y_NAME)
 
 
 def stats_of(expert_rows: jax.Array, counts: jax.Array) -> Stats:
@@ -149,5 +151,5 @@ def checkpoint_policy(base: Any = None) -> Any:
     the block; ids and weights are saved with it, so that top-k never runs twice. Saved per layer: T*H elements of y and
     T*K ids and weights.
     """
-    names = jax.checkpoint_policies.save_only_these_names("streammoe_y", "streammoe_ids", "streammoe_weights")
+    names = jax.checkpoint_policies.save_only_these_names(Y_NAME, IDS_NAME, WEIGHTS_NAME)
     return names if base is None else jax.checkpoint_policies.save_from_both_policies(base, names)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -132,6 +133,14 @@ def check_moe_args(
     leading = check_tokens(x, config)
     check_routes(topk_ids, topk_weights, config, leading)
     check_weights(w_gate_up, w_down, b_gate_up, b_down, config, num_local_experts)
+
+
+def check_per_token(name: str, tree: Any, leading: tuple[int, ...]) -> None:
+    """Checks that every array of a pytree has one entry per token: its shape starts with `leading`."""
+    for array in jax.tree.leaves(tree):
+        if not _is_array(array) or tuple(array.shape[: len(leading)]) != tuple(leading):
+            wanted = ", ".join(map(str, leading))
+            raise ValueError(f"{name} must hold arrays of shape ({wanted}, ...), got {describe(array)}")
 
 
 def check_num_valid(num_valid: Any) -> None:

@@ -1,8 +1,9 @@
 """The layer on one CUDA device: kernels where there are any, the portable path of reference.py elsewhere.
 
-Contract: bfloat16, dropless, on sm_90a runs the kernels of cc/kernels; other dtypes, a capacity, and the backward go
-through plain JAX, slower and not bitwise equal to the kernels. Programs are traced for both platforms and lowered for
-one: local.py chooses with lax.platform_dependent. Statistics are counted in JAX from the ids, and only where used.
+Contract: bfloat16, dropless, at most 1,024 local experts, on sm_90a runs the kernels of cc/kernels; other dtypes, a
+capacity, more experts, and the backward go through plain JAX, slower and not bitwise equal to the kernels. Programs are
+traced for both platforms and lowered for one: local.py chooses with lax.platform_dependent. Statistics are counted in
+JAX from the ids, and only where used.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from .ops import Experts, LayerSpec
 from .reference import reference
 
 BFLOAT16 = DTYPE_CODES[np.dtype(jnp.bfloat16)]
+MAX_LOCAL_EXPERTS = 1024  # kMaxLocalExperts of cc/host/heuristics.h; a test compares them
 
 
 def has_kernels(spec: LayerSpec) -> bool:
     """Whether the forward of this layer runs kernels of the library rather than plain JAX."""
-    return spec.config.dtype_code == BFLOAT16 and spec.config.capacity is None
+    fits = spec.num_local_experts <= MAX_LOCAL_EXPERTS
+    return spec.config.dtype_code == BFLOAT16 and spec.config.capacity is None and fits
 
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:

@@ -112,7 +112,7 @@ def backward(
     )
     token, dx_rows, d_weights, *d_experts = ffi.call(
         "backward", results, token, x, dy, local_ids, weights, *experts,
-        attributes=spec.attributes() | {"ring": spec.ring, "call_id": np.int64(-1)}, aliases={0: 0},
+        attributes=spec.attributes() | {"ring": spec.ring}, aliases={0: 0},
     )  # fmt: skip
     gate, up, down, b_gate, b_up, b_down = d_experts
     return token, dx_rows, d_weights, (gate, up, down, b_gate, b_up, b_down)
@@ -128,8 +128,8 @@ def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> tuple[jax
     return tuple(ffi.call("after", results, *values, *others, attributes={}, aliases=aliases))
 
 
-def open_stream(spec: StreamSpec, mem: jax.Array, x: Any, experts: Experts) -> tuple[jax.Array, jax.Array]:
-    """-> mem, y [T, H] (not written yet). `x`: anything with the type the tokens will have."""
+def open_stream(spec: StreamSpec, mem: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """-> mem, y [T, H] (not written yet)."""
     hidden = spec.layer.config.hidden
     results = (ffi.like(mem, mem.shape, mem.dtype), ffi.like(mem, (spec.num_tokens, hidden), spec.layer.config.dtype))
     mem, y = ffi.call("open", results, mem, *experts, attributes=spec.attributes(), aliases={0: 0})

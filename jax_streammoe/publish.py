@@ -20,9 +20,10 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import get_abstract_mesh
 
 from . import api, checks, ops, vjp, waves
-from .config import MoEConfig
+from .config import MoEConfig, as_int, at_least
 from .ops import Experts, LayerSpec, StreamSpec
 from .ring import Ring, RingRef, RingSpec
+from .varying import vary_together
 
 POLICIES = ("serial", "overlap", "persistent")
 TOKENS, WEIGHTS = "publish_layout: x_c", "publish_route: topk_weights"
@@ -100,13 +101,12 @@ def publish_route(stream: Stream, chunk: Any, topk_ids: jax.Array, topk_weights:
     true size, `chunk_bounds`; under a traced index every chunk has the full size. Raises ValueError when the chunk is
     published already, out of range, or before a chunk whose slot it needs.
     """
-    config = stream.spec.layer.config
+    config, chunk = stream.spec.layer.config, _chunk_index(chunk)
     rows = _check_chunk(stream, chunk, "publish_route", stream.routes, stream.layouts)
     checks.check_routes(topk_ids, topk_weights, config, (rows,))
     start = _first_token(stream, chunk)
-    ids = api.name_ids(api.mask_ids(api.narrow_ids(topk_ids, config), stream.num_valid, start))
-    weights = api.name_weights(topk_weights.astype(jnp.float32))
-    ids, weights = vjp.vary_together((ids, weights), stream.mem)
+    ids, weights = api.prepare_routes(topk_ids, topk_weights, config, stream.num_valid, start)
+    ids, weights = vary_together((ids, weights), stream.mem)
     index, operand = ops.as_chunk(chunk), lax.stop_gradient(weights)
     mem, y = ops.publish_route(stream.spec, no_vmap(stream.mem, index, ids, operand), stream.y, index, ids, operand)
     routes = (
@@ -122,11 +122,12 @@ def publish_layout(stream: Stream, chunk: Any, x: jax.Array, x_scale: jax.Array 
     """
     if x_scale is not None:
         raise ValueError(f"x_scale must be None: tokens of dtype {stream.spec.layer.config.dtype.name} carry no scales")
+    chunk = _chunk_index(chunk)
     rows = _check_chunk(stream, chunk, "publish_layout", stream.layouts, stream.routes)
     checks.check_tokens(x, stream.spec.layer.config, "x_c")
     if x.shape != (rows, stream.spec.layer.config.hidden):
         raise ValueError(f"x_c must have shape {(rows, stream.spec.layer.config.hidden)}, got {x.shape}")
-    x = vjp.vary_together(x, stream.mem)
+    x = vary_together(x, stream.mem)
     index, operand = ops.as_chunk(chunk), lax.stop_gradient(x)
     mem, y = ops.publish_layout(stream.spec, no_vmap(stream.mem, index, operand), stream.y, index, operand)
     layouts = stream.layouts | {chunk: x if stream.record else ()} if isinstance(chunk, int) else stream.layouts
@@ -170,12 +171,10 @@ def begin(ring: Ring | RingRef, experts: Experts, spec: StreamSpec, num_valid: A
     """Opens a stream of checked operands; see `open_stream`."""
     checks.check_num_valid(num_valid)
     functional = ring.load() if isinstance(ring, RingRef) else ring
-    experts = vjp.vary_together(experts, functional.mem)
+    experts = vary_together(experts, functional.mem)
     operands = lax.stop_gradient(experts)
-    mem, y = ops.open_stream(spec, no_vmap(functional.mem, *operands), None, operands)
-    unmarked = (
-        {} if record else {what: vjp.vary_together(jnp.zeros((), jnp.float32), mem) for what in (TOKENS, WEIGHTS)}
-    )
+    mem, y = ops.open_stream(spec, no_vmap(functional.mem, *operands), operands)
+    unmarked = {} if record else {what: vary_together(jnp.zeros((), jnp.float32), mem) for what in (TOKENS, WEIGHTS)}
     gradient = gradient_spec(ring.spec, spec.layer)
     return Stream(ring, mem, functional.token, y, experts, num_valid, {}, {}, unmarked, spec, gradient, record)
 
@@ -190,7 +189,7 @@ def finish(stream: Stream, residuals: tuple | None) -> tuple:
         refuse = functools.partial(vjp.no_residuals, "close_stream: expert weights")
         y = vjp.tie(y, (marks, jax.tree.map(refuse, stream.experts)))
     else:
-        x, ids, weights = vjp.vary_together(residuals, mem)
+        x, ids, weights = vary_together(residuals, mem)
         y, token = vjp.attach(stream.gradient, api.named_y(y), x, ids, weights, stream.experts, token)
     ring = stream.ring
     used = Ring(mem, token, ring.spec)
@@ -217,9 +216,7 @@ def gradient_spec(ring: RingSpec, layer: LayerSpec) -> vjp.GradientSpec:
 def check_call(what: str, ring: Any, config: MoEConfig, policy: str) -> RingSpec:
     """Raises unless `ring` belongs to `config` and to the mesh axes the call runs under; returns its spec."""
     api.check_context(what)
-    checks.check_choice("policy", policy, POLICIES)
-    if policy == "persistent":
-        raise ValueError('policy "persistent" needs one CUDA device: use "overlap" or "serial" on this backend')
+    check_words(policy)
     if not isinstance(ring, (Ring, RingRef)):
         raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
     spec = ring.spec
@@ -237,6 +234,18 @@ def check_call(what: str, ring: Any, config: MoEConfig, policy: str) -> RingSpec
             f"over {tuple(manual)}"
         )
     return spec
+
+
+def check_words(policy: str, schedule: str = "packed", chunks: Any = None) -> None:
+    """Raises ValueError or TypeError for a word that no stream knows, whether or not a ring is there."""
+    checks.check_choice("policy", policy, POLICIES)
+    if policy == "persistent":
+        raise ValueError('policy "persistent" is not in this version: use "overlap" or "serial"')
+    checks.check_choice("schedule", schedule, waves.SCHEDULES)
+    if isinstance(chunks, str):
+        checks.check_choice("chunks", chunks, ("auto",))
+    elif chunks is not None:
+        at_least("chunks", chunks, 1)
 
 
 def check_experts(w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any, config: MoEConfig, spec: RingSpec) -> None:
@@ -260,6 +269,11 @@ def plan_stream(
     )  # fmt: skip
     layer = LayerSpec(config, config.local_experts(ring.num_ranks), ring.threads, ring.name, check_ids)
     return StreamSpec(layer, plan, num_tokens, cost.min_carry_rows, schedule == "packed", policy == "overlap")
+
+
+def _chunk_index(chunk: Any) -> Any:
+    """A chunk index as a Python int, or the tracer it is."""
+    return chunk if isinstance(chunk, jax.core.Tracer) else as_int("chunk", chunk)
 
 
 def _check_chunk(stream: Stream, chunk: Any, what: str, mine: dict, other: dict) -> int:

@@ -16,6 +16,7 @@ from jax import lax
 
 from .checks import check_moe_args
 from .config import SWIGLUOAI_ALPHA, MoEConfig
+from .varying import vary_together
 
 
 def activate(config: MoEConfig, gate: jax.Array, up: jax.Array | None) -> jax.Array:
@@ -102,7 +103,9 @@ def reference(
     # Recomputed in the backward, masks inside, so that a scan step leaves nothing but its bool [T, K] behind.
     mlp = jax.checkpoint(lambda owned, rows, tensors: _expert(config, _masked(rows, owned), *tensors))
     place = jax.checkpoint(lambda hit, row, rows: jnp.where(hit[..., None], row[:, None, :], rows))
-    start = (jnp.zeros((*ids.shape, hidden), config.dtype), jnp.zeros(ids.shape, bool))
+    start = vary_together(
+        (jnp.zeros((*ids.shape, hidden), config.dtype), jnp.zeros(ids.shape, bool)), tokens, ids, experts
+    )
     (rows, kept), _ = lax.scan(body, start, (jnp.arange(num_experts, dtype=jnp.int32), experts))
 
     weights = jnp.where(kept, weights, 0.0)  # a masked weight may be NaN

@@ -26,6 +26,7 @@ from . import checks, ffi, ops, symmetric
 from .config import MoEConfig, at_least
 from .layout import RingShape, ring_layout, ring_shape
 
+MAX_TIMEOUT_S = 1e8  # three years; as nanoseconds or milliseconds it fits every clock and RPC
 HANDLE_BYTES = 128  # of the `mem` row when the heap is shared memory and the leaf only stands for it
 
 
@@ -112,7 +113,8 @@ class Ring(_RingMethods):
 class RingRef(_RingMethods):
     """A ring in a `jax.Ref`: pass it as an argument, do not donate, nothing to return. Full remat is safe.
 
-    It needs no token: the Ref itself orders all that touches it.
+    It needs no token: the Ref itself orders all that touches it, which is every forward call. A backward does not: over
+    ranks it is ordered only behind its own forward.
     """
 
     mem: Any
@@ -141,8 +143,10 @@ def with_ring(ring: Ring | RingRef | None, function: Callable[..., tuple], *args
 def after(ring: Ring, *others: Any) -> Ring:
     """Returns `ring`, ordered after `others` (arrays or rings).
 
-    Two rings of one program need one order on all ranks.
+    Two rings of one program need one order on all ranks. Raises TypeError for a RingRef, whose Ref orders its calls.
     """
+    if isinstance(ring, RingRef):
+        raise TypeError("a RingRef needs no after: its Ref orders its calls; to order two rings, make them Rings")
     mem, token = _after(ring.mem, ring.token, [o.token if isinstance(o, Ring) else o for o in others])
     return dataclasses.replace(ring, mem=mem, token=token)
 
@@ -201,16 +205,20 @@ def make_ring(
         further groups. None: one device, R = 1.
       name: by which programs and processes know the ring.
       mutable: return a RingRef (leaves in `jax.Ref`): no donation, safe under full remat.
-      timeout_s: deadline of every wait for a peer, in seconds.
+      timeout_s: deadline of every wait for a peer, in seconds, at most 1e8.
       pool_tokens: token rows that one rank can hold for its experts; between R*C and R*S*C, the default. A smaller pool
         computes partial blocks when it is full.
       threads: CPU threads of one rank's expert work; by default the cores divided by the ranks of this process.
 
     Returns a Ring of `ring_bytes(...)` bytes per rank (in shared memory when several processes take part).
 
-    Raises ValueError for sizes, axes or a config that do not fit, RuntimeError when processes disagree or one is
-    missing.
+    Raises TypeError for an argument of another kind, ValueError for sizes, axes, devices or a config that do not fit,
+    RuntimeError when processes disagree or one is missing; all may then call it again.
     """
+    if not isinstance(config, MoEConfig):
+        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {name!r}")
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise ValueError("make_ring is called outside of jit: it allocates the memory that programs then share")
@@ -228,8 +236,8 @@ def make_ring(
         raise ValueError(
             f"pool_tokens must be {most} with capacity=, which needs all routes at once, got {shape.pool_tokens}"
         )
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s must be positive and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s}")
     local = [m for m in members if m.process == jax.process_index()]
     per_rank = max(1, ffi.compiled.default_threads() // max(1, len(local)))
     spec = RingSpec(
@@ -262,8 +270,10 @@ def close_ring(ring: Ring | RingRef | str) -> bool:
 def _members(mesh: Mesh | None, axis_names: tuple[str, ...]) -> tuple[list[symmetric.Member], int, int]:
     """Every rank of every group, the number of groups, and R."""
     if mesh is None:
-        device = jax.local_devices()[0] if jax.config.jax_default_device is None else jax.config.jax_default_device
-        return [symmetric.Member(device.id, 0, 0, device.process_index)], 1, 1
+        device = jax.config.jax_default_device
+        if device is None or isinstance(device, str):  # the name of a platform; None is the default one
+            device = jax.local_devices(backend=device)[0]
+        return [_member(device, 0, 0)], 1, 1
     for axis in axis_names:
         if axis not in mesh.axis_names:
             raise ValueError(f"axis_name must be an axis of the mesh {tuple(mesh.axis_names)}, got {axis!r}")
@@ -273,12 +283,14 @@ def _members(mesh: Mesh | None, axis_names: tuple[str, ...]) -> tuple[list[symme
     order = [mesh.axis_names.index(a) for a in (*others, *axis_names)]
     num_ranks = math.prod(mesh.shape[a] for a in axis_names)
     grid = np.transpose(mesh.devices, order).reshape(-1, num_ranks)
-    members = [
-        symmetric.Member(device.id, group, rank, device.process_index)
-        for group, row in enumerate(grid)
-        for rank, device in enumerate(row)
-    ]
+    members = [_member(device, group, rank) for group, row in enumerate(grid) for rank, device in enumerate(row)]
     return members, grid.shape[0], num_ranks
+
+
+def _member(device: jax.Device, group: int, rank: int) -> symmetric.Member:
+    if device.platform != "cpu":
+        raise ValueError(f"rings run on CPU devices only in this version, got {device}")
+    return symmetric.Member(device.id, group, rank, device.process_index)
 
 
 def _allocate(spec: RingSpec, mesh: Mesh | None) -> Ring:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from . import api, checks, stream
+from . import api, checks, publish, stream
 from .config import MoEConfig
 from .ops import LayerSpec
 from .ring import Ring, RingRef, with_ring
@@ -70,6 +70,7 @@ class ExpertParallel:
         and counts per token shard. Gradients, errors and bits as `moe`.
         """
         self._check("ep.moe", ring)
+        _check_tokens_and_routes(x, topk_ids, topk_weights, self.config)
         per_rank = functools.partial(self._moe_rank, checks)
         return self._run(
             per_rank, x, (topk_ids, topk_weights), (), w_gate_up, w_down, b_gate_up, b_down, num_valid, ring,
@@ -88,6 +89,7 @@ class ExpertParallel:
         x.
         """
         self._check("ep.stream", ring)
+        publish.check_words(policy, schedule, chunks)
         options = dict(policy=policy, schedule=schedule, chunks=chunks, checks=checks, return_stats=True)
         per_rank = functools.partial(self._stream_rank, route, options)
         return self._run(
@@ -128,7 +130,8 @@ class ExpertParallel:
         self, per_rank: Callable, x: jax.Array, token_args: Any, route_args: Any, w_gate_up: Any, w_down: Any,
         b_gate_up: Any, b_down: Any, num_valid: Any, ring: Ring | RingRef | None, return_stats: bool,
     ) -> tuple:  # fmt: skip
-        checks.check_tokens(x, self.config)
+        leading = checks.check_tokens(x, self.config)
+        checks.check_per_token("token_args", token_args, leading)
         checks.check_weights(w_gate_up, w_down, b_gate_up, b_down, self.config, self.config.num_experts)
         if not x.size:
             return self._run_empty(
@@ -252,16 +255,27 @@ def expert_parallel(
     Raises ValueError for an axis that is not in the mesh, E not divisible by R, or an unknown transport.
     """
     checks.check_choice("transport", transport, TRANSPORTS)
+    if not isinstance(config, MoEConfig):
+        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if mesh is None:
         mesh = jax.sharding.get_mesh()
+        if not mesh.axis_names:
+            raise ValueError("mesh must be given, or set with jax.set_mesh: there is none")
     for axis in axis_names:
         if axis not in mesh.axis_names:
             raise ValueError(f"axis_name must be an axis of the mesh {tuple(mesh.axis_names)}, got {axis!r}")
     config.local_experts(math.prod(mesh.shape[a] for a in axis_names))
     spec = P(axis_names if len(axis_names) > 1 else axis_names[0]) if token_spec is None else token_spec
+    for axis in (a for part in spec for a in _axes(part)):
+        if axis not in mesh.axis_names:
+            raise ValueError(f"token_spec must name axes of the mesh {tuple(mesh.axis_names)}, got {axis!r}")
     return ExpertParallel(config, mesh, axis_names, spec, transport, check_vma)
 
 
 def _axes(part: Any) -> tuple[str, ...]:
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _check_tokens_and_routes(x: Any, topk_ids: Any, topk_weights: Any, config: MoEConfig) -> None:
+    checks.check_routes(topk_ids, topk_weights, config, checks.check_tokens(x, config))

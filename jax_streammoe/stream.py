@@ -25,6 +25,7 @@ from .publish import (
     begin,
     check_call,
     check_experts,
+    check_words,
     finish,
     gradient_spec,
     no_vmap,
@@ -34,6 +35,7 @@ from .publish import (
 )
 from .ring import Ring, RingRef, RingSpec, with_ring
 from .routing import Routed
+from .varying import vary_together
 
 
 def stream_moe(
@@ -60,7 +62,8 @@ def stream_moe(
     Gradients: x, router parameters, aux, weights, biases; the same whatever the chunks. Raises ValueError or TypeError
     naming the argument; NotImplementedError under vmap.
     """
-    _check_tokens_2d(x, config)
+    _check_arguments(x, token_args, config)
+    check_words(policy, schedule, chunks)
     if ring is None:
         return _batch_ready(
             x, route, w_gate_up, w_down, config, b_gate_up, b_down, route_args, token_args, num_valid, checks,
@@ -70,7 +73,7 @@ def stream_moe(
     check_experts(w_gate_up, w_down, b_gate_up, b_down, config, spec)
     stream_spec = plan_stream(spec, config, x.shape[0], policy, schedule, chunks, checks)
     experts = ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down)
-    x, token_args = vjp.vary_together((x, tuple(token_args)), _leaf(ring))
+    x, token_args = vary_together((x, tuple(token_args)), ring.token if isinstance(ring, Ring) else ())
     run = _ring_batch if _wants_batch(stream_spec, chunks) else _ring_stream
     y, aux, stats, ring = run(stream_spec, x, route, experts, tuple(route_args), token_args, num_valid, ring)
     return y, ring, StreamInfo(aux, stats if return_stats else None)
@@ -91,7 +94,7 @@ def _ring_stream(
         if spec.overlap and chunk:
             # The next chunk is routed after the last one is published and before the stream is closed.
             x_c = _sequence(x_c, _published(stream.mem))
-        routed = _route(route, x_c, args_c, route_args)
+        routed = _route(route, x_c, args_c, route_args, spec.layer.config)
         stream = publish_layout(stream, chunk, x_c if routed.x is None else routed.x)
         stream = publish_route(stream, chunk, routed.ids, routed.weights)
         parts.append((routed.x, *stream.routes[chunk]))
@@ -126,7 +129,7 @@ def forward_on_ring(spec: StreamSpec, prepared: api.Prepared, ring: Ring | RingR
     """The batch-ready call on a ring: -> y, Stats, ring. `prepared` as from `api.prepare`."""
 
     def run(args: api.Prepared, ring: Ring) -> tuple:
-        args = vjp.vary_together(args, ring.mem)
+        args = vary_together(args, ring.mem)
         operands = lax.stop_gradient(args)
         mem, y, expert_rows, counts = ops.ring_forward(spec, no_vmap(ring.mem, *operands), *operands)
         gradient = gradient_spec(ring.spec, spec.layer)
@@ -144,7 +147,7 @@ def batch_spec(spec: RingSpec, config: MoEConfig, num_tokens: int, check_ids: bo
 
 def forward_over_ranks(spec: LayerSpec, axis_names: tuple[str, ...], prepared: api.Prepared) -> tuple:
     """The batch-ready call without a ring over the ranks of `axis_names` (none: this device): -> y, Stats."""
-    prepared = vjp.vary_together(prepared)
+    prepared = vary_together(prepared)
     args = lax.stop_gradient(prepared)
     if axis_names:
         y, expert_rows, counts = exchange.forward(spec, axis_names, *args)
@@ -173,20 +176,18 @@ def _routed_operands(
     num_valid: Any,
 ) -> tuple[Routed, api.Prepared]:  # fmt: skip
     """Routes all tokens at once; -> what the route function returned, and the operands of the handlers."""
-    routed = _route(route, x, token_args, route_args)
-    tokens = x if routed.x is None else routed.x
-    leading = checks.check_tokens(tokens, config)
-    checks.check_routes(routed.ids, routed.weights, config, leading)
-    ids = api.name_ids(api.mask_ids(api.narrow_ids(routed.ids, config), num_valid))
-    return routed, api.Prepared(tokens, ids, api.name_weights(routed.weights.astype(jnp.float32)), experts)
+    routed = _route(route, x, token_args, route_args, config)
+    ids, weights = api.prepare_routes(routed.ids, routed.weights, config, num_valid)
+    return routed, api.Prepared(x if routed.x is None else routed.x, ids, weights, experts)
 
 
-def _check_tokens_2d(x: Any, config: MoEConfig) -> None:
+def _check_arguments(x: Any, token_args: Any, config: MoEConfig) -> None:
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
     checks.check_tokens(x, config)
     if x.ndim != 2:
         raise ValueError(f"x must have shape (T, {config.hidden}), got {x.shape}")
+    checks.check_per_token("token_args", token_args, x.shape[:1])
 
 
 def _wants_batch(spec: StreamSpec, chunks: Any) -> bool:
@@ -194,22 +195,23 @@ def _wants_batch(spec: StreamSpec, chunks: Any) -> bool:
     return chunks == "auto" and spec.plan.num_chunks == len(spec.plan.macro_ends)
 
 
-def _route(route: Callable, x: jax.Array, token_args: tuple, route_args: tuple) -> Routed:
+def _route(route: Callable, x: jax.Array, token_args: tuple, route_args: tuple, config: MoEConfig) -> Routed:
+    """What `route` says of the tokens x [c, H], checked: ids, weights, replaced tokens and aux are all per token."""
     routed = route(x, *token_args, *route_args)
-    if isinstance(routed, Routed):
-        return routed
-    if isinstance(routed, tuple) and len(routed) == 2:
-        return Routed(*routed)
-    raise TypeError(f"route must return Routed or (ids, weights), got {type(routed).__name__}")
+    if isinstance(routed, tuple) and not isinstance(routed, Routed) and len(routed) == 2:
+        routed = Routed(*routed)
+    if not isinstance(routed, Routed):
+        raise TypeError(f"route must return Routed or (ids, weights), got {type(routed).__name__}")
+    rows = x.shape[:1]
+    checks.check_routes(routed.ids, routed.weights, config, rows)
+    if routed.x is not None and checks.check_tokens(routed.x, config, "Routed.x") != rows:
+        raise ValueError(f"Routed.x must have shape {x.shape}, got {routed.x.shape}")
+    checks.check_per_token("Routed.aux", routed.aux, rows)
+    return routed
 
 
 def _concat(parts: list) -> Any:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-
-
-def _leaf(ring: Ring | RingRef) -> Any:
-    """A small leaf that varies over the ring's mesh axes."""
-    return ring.load().token if isinstance(ring, RingRef) else ring.token
 
 
 def _published(mem: jax.Array) -> jax.Array:
@@ -218,7 +220,7 @@ def _published(mem: jax.Array) -> jax.Array:
     It is named like y: what a remat policy makes the backward compute again waits for the saved scalar, not for the
     ring.
     """
-    return api.named_y(ops.after((vjp.vary_together(jnp.zeros((), jnp.float32), mem),), (mem,))[0])
+    return api.named_y(ops.after((vary_together(jnp.zeros((), jnp.float32), mem),), (mem,))[0])
 
 
 @jax.custom_jvp

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from . import checks, exchange, local, ops
 from .ops import Experts, LayerSpec
+from .varying import vary_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,25 +125,6 @@ def tie(value: jax.Array, others: Any) -> jax.Array:
 @tie.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     return tie(*primals), tangents[0]
-
-
-def varying(array: Any) -> frozenset[str]:
-    """Returns the mesh axes an array varies over, as `check_vma` tracks them; empty outside of shard_map."""
-    return frozenset(jax.typeof(array).manual_axis_type.varying)
-
-
-def vary_together(arrays: Any, *others: Any) -> Any:
-    """Casts a pytree of arrays to vary over all axes that any of them, or of `others`, varies over.
-
-    AD transposes the cast to a sum over the added axes, which is the gradient of a replicated weight.
-    """
-    axes = frozenset().union(*(varying(a) for a in jax.tree.leaves((arrays, others))))
-
-    def cast(array: Any) -> Any:
-        missing = tuple(sorted(axes - varying(array)))
-        return lax.pcast(array, missing, to="varying") if missing else array
-
-    return jax.tree.map(cast, arrays)
 
 
 def new_token(reference: jax.Array) -> jax.Array:

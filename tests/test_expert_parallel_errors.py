@@ -10,11 +10,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_streammoe as sm
-from tests.helpers import ranks
+from tests.helpers import oracle, ranks
 from tests.helpers.meshes import mesh_of, problem_of, ring_of
 
 
@@ -77,3 +78,44 @@ def test_partial_manual_is_refused(rng, call):
     with pytest.raises(ValueError, match=re.escape("('ep',)")) as error:
         jax.jit(layer)(*problem.args[:3])
     assert call in str(error.value) and "('data',)" in str(error.value)
+
+
+BAD_ROUTES = {
+    "ids of another K": (
+        lambda ids, w: (ids[:, :1], w),
+        r"topk_ids must be int32 of shape \(16, 2\), got int32 \(16, 1\)",
+    ),
+    "ids of fewer tokens": (
+        lambda ids, w: (ids[:8], w),
+        r"topk_ids must be int32 of shape \(16, 2\), got int32 \(8, 2\)",
+    ),
+    "float ids": (lambda ids, w: (ids.astype(np.float32), w), r"topk_ids must be int32 of shape"),
+    "narrow ids": (lambda ids, w: (ids.astype(np.int8), w), r"topk_ids must be int32 of shape"),
+    "weights of fewer tokens": (lambda ids, w: (ids, w[:8]), r"topk_weights must be float32 or bfloat16 of shape"),
+}
+
+
+@pytest.mark.parametrize("with_ring", [False, True])
+@pytest.mark.parametrize("case", BAD_ROUTES)
+def test_routes_that_do_not_fit_the_tokens(rng, case, with_ring):
+    problem = oracle.make_problem(rng, T=16, H=32, I=16, E=4, K=2, dtype=jnp.float32)
+    change, text = BAD_ROUTES[case]
+    ids, weights = change(np.asarray(problem.topk_ids), np.asarray(problem.topk_weights))
+    mesh = mesh_of({"ep": 2})
+    ep = sm.expert_parallel(problem.config, mesh=mesh)
+    ring = (
+        sm.make_ring(problem.config, chunk_tokens=8, num_slots=1, mesh=mesh, name="bad-routes") if with_ring else None
+    )
+    with pytest.raises((ValueError, TypeError), match=text):
+        jax.jit(lambda ring: ep.moe(problem.x, ids, weights, problem.w_gate_up, problem.w_down, ring=ring))(ring)
+    sm.close_ring("bad-routes")
+
+
+def test_expert_parallel_arguments():
+    config, mesh = sm.MoEConfig(4, 2, 32, 16), mesh_of({"ep": 2})
+    with pytest.raises(TypeError, match="config must be an MoEConfig, got NoneType"):
+        sm.expert_parallel(None, mesh=mesh)
+    with pytest.raises(ValueError, match=r"token_spec must name axes of the mesh \('ep',\), got 'zz'"):
+        sm.expert_parallel(config, mesh=mesh, token_spec=P("zz"))
+    with pytest.raises(ValueError, match=r"mesh must be given, or set with jax\.set_mesh"):
+        sm.expert_parallel(config)

@@ -7,9 +7,13 @@ a `RingRef` needs no donation, no threading and no remat policy.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
+import importlib.metadata
+import pathlib
 import pickle
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +22,7 @@ import pytest
 from jax import lax
 
 import jax_streammoe as sm
+from jax_streammoe import cuda, ffi, ops
 from jax_streammoe.layout import ring_layout
 from tests.helpers import oracle
 
@@ -68,8 +73,11 @@ def assert_same_bits(got, want):
         ({"num_slots": 0}, ValueError, "num_slots must be at least 1, got 0"),
         ({"chunk_tokens": 4.0}, TypeError, "chunk_tokens must be an int, got 4.0 of type float"),
         ({"num_slots": True}, TypeError, "num_slots must be an int, got True"),
-        ({"timeout_s": 0}, ValueError, "timeout_s must be positive, got 0"),
-        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be positive, got nan"),
+        ({"config": None}, TypeError, "config must be an MoEConfig, got NoneType"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be positive and at most 1e+08 seconds, got 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be positive and at most 1e+08 seconds, got nan"),
+        ({"timeout_s": float("inf")}, ValueError, "timeout_s must be positive and at most 1e+08 seconds, got inf"),
+        ({"timeout_s": 1e10}, ValueError, "timeout_s must be positive and at most 1e+08 seconds, got 10000000000.0"),
         ({"pool_tokens": 3}, ValueError, "pool_tokens must be in 4..8 (R*C..R*S*C), got 3"),
         ({"pool_tokens": 9}, ValueError, "pool_tokens must be in 4..8 (R*C..R*S*C), got 9"),
         ({"threads": 0}, ValueError, "threads must be at least 1, got 0"),
@@ -100,6 +108,39 @@ def test_make_ring_over_a_mesh_says_what_is_wrong(name, mesh_of, ranks, options,
     with pytest.raises(ValueError, match=text):
         sm.make_ring(CONFIG, mesh=mesh_of(ranks), name=name, **SMALL, **options)
     assert not sm.close_ring(name)
+
+
+def test_a_ring_name_is_a_string():
+    with pytest.raises(TypeError, match=r"^name must be a str, got 3$"):
+        sm.make_ring(CONFIG, name=3, **SMALL)
+
+
+class OtherDevice:
+    platform, id, process_index = "gpu", 0, 0
+
+    def __str__(self):
+        return "cuda:0"
+
+
+def test_a_ring_of_other_devices_is_refused(name, monkeypatch):
+    text = "^rings run on CPU devices only in this version, got cuda:0$"
+    grid = np.array([jax.devices()[0], OtherDevice()])
+    with pytest.raises(ValueError, match=text):
+        sm.make_ring(CONFIG, mesh=types.SimpleNamespace(axis_names=("ep",), shape={"ep": 2}, devices=grid), **SMALL)
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [OtherDevice()])
+    with pytest.raises(ValueError, match=text):
+        sm.make_ring(CONFIG, name=name, **SMALL)
+    assert not sm.close_ring(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", 3])
+def test_a_ring_without_a_mesh_is_on_the_default_device(rng, name, device):
+    p = oracle.make_problem(rng, T=9, **SIZES)
+    with jax.default_device(device if isinstance(device, str) else jax.devices()[device]):
+        ring = sm.make_ring(p.config, name=name, timeout_s=1e8, **SMALL)  # the longest deadline too
+        y, ring = jax.jit(functools.partial(layer, p), donate_argnums=1)(p.x, ring)
+    assert {d.id for d in ring.mem.devices()} == {0 if device == "cpu" else device}
+    assert_same_bits(y, jax.jit(lambda x: sm.moe(x, *p.args[1:], config=p.config))(p.x))
 
 
 def test_make_ring_inside_jit_is_refused(name):
@@ -245,6 +286,12 @@ def test_after_orders_a_ring_behind_arrays_and_rings_without_a_copy(rng, name):
         assert sm.inspect(ring).ranks[0].call_number == sm.inspect(other).ranks[0].call_number == 3
 
 
+def test_a_ref_ring_needs_no_after(name):
+    ring = sm.make_ring(CONFIG, name=name, mutable=True, **SMALL)
+    with pytest.raises(TypeError, match=r"^a RingRef needs no after: its Ref orders its calls; to order two rings, "):
+        sm.after(ring, jnp.ones(3))
+
+
 def cotangents(p, run, *rings, **options):
     @functools.partial(jax.jit, **options)
     def gradient(x, w_down, *rings):
@@ -314,3 +361,65 @@ def test_a_functional_ring_under_remat_with_the_policy(rng, name):
         for a, b in zip(got, want, strict=True):
             assert_same_bits(a, b)
         assert sm.inspect(ring).ranks[0].call_number == calls  # y is saved, so the stream never runs again
+
+
+class Driver:
+    """libcuda with devices of these compute capabilities."""
+
+    def __init__(self, capabilities, status=0):
+        self.capabilities, self.status = capabilities, status
+
+    def cuInit(self, flags):
+        return self.status
+
+    def cuDeviceGetCount(self, out):
+        out._obj.value = len(self.capabilities)
+        return 0
+
+    def cuDeviceGet(self, out, idx):
+        out._obj.value = idx
+        return 0
+
+    def cuDeviceGetAttribute(self, out, attribute, device):
+        out._obj.value = self.capabilities[device][attribute - 75]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "plugins", "text"),
+    [
+        (None, ["xla_cuda13"], "built with CUDA kernels, but there is no CUDA driver: libcuda.so.1: no such file"),
+        (Driver([], 100), ["xla_cuda13"], "built with CUDA kernels, but cuInit of the CUDA driver returned 100, "),
+        (Driver([]), ["xla_cuda13"], "built with CUDA kernels, but the CUDA driver sees no device"),
+        (
+            Driver([(7, 5), (8, 0)]),
+            ["xla_cuda13"],
+            "the kernels need a device of compute capability 9.0, the best here",
+        ),
+        (Driver([(8, 0), (9, 0)]), [], "JAX has no CUDA plugin: pip install"),
+        (Driver([(8, 0), (9, 0)]), ["xla_cuda13"], ""),
+    ],
+    ids=["no driver", "cuInit", "no device", "old device", "no plugin", "yes"],
+)
+def test_doctor_says_why_cuda_kernels_cannot_run(monkeypatch, driver, plugins, text):
+    def load(name):
+        if driver is None:
+            raise OSError(f"{name}: no such file")
+        return driver
+
+    monkeypatch.setattr(ffi.compiled, "WITH_CUDA", True)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    found = [types.SimpleNamespace(name=n) for n in plugins]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
+    finding = next(f for f in sm.doctor() if f.what == "CUDA backend")
+    assert finding.ok == (not text) and finding.detail.startswith(text or "sm_90a kernels"), finding
+    monkeypatch.setattr(ffi.compiled, "WITH_CUDA", False)
+    finding = next(f for f in sm.doctor() if f.what == "CUDA backend")
+    assert not finding.ok and finding.detail == "built without CUDA kernels: CPU only"
+
+
+def test_cuda_kernels_take_as_many_local_experts_as_their_plan_can_hold():
+    header = (pathlib.Path(__file__).parents[1] / "cc" / "host" / "heuristics.h").read_text()
+    assert f"kMaxLocalExperts = {cuda.MAX_LOCAL_EXPERTS};" in header
+    config = sm.MoEConfig(2048, 2, 16, 8, dtype=jnp.bfloat16)
+    assert cuda.has_kernels(ops.LayerSpec(config, 1024)) and not cuda.has_kernels(ops.LayerSpec(config, 1025))

@@ -342,3 +342,60 @@ def test_checks_name_the_token_slot_and_value(rng, new_ring):
     run = jax.jit(lambda x, ring: stream(p.replace(x=x), ring, checks=True)[:2], donate_argnums=1)
     with pytest.raises(Exception, match=r"topk_ids\[9, 1\] is 77, outside -1..3"):
         jax.block_until_ready(run(p.x, ring))
+
+
+BAD_ROUTE_RESULTS = {
+    "fewer tokens": (
+        lambda ids, w, x: sm.Routed(ids[:2], w[:2], x[:2]),
+        r"topk_ids must be int32 of shape \(\d+, 2\)",
+    ),
+    "fewer replaced tokens": (
+        lambda ids, w, x: sm.Routed(ids, w, x[:2]),
+        r"Routed\.x must have shape \(\d+, 32\), got \(2, 32\)",
+    ),
+    "scalar aux": (
+        lambda ids, w, x: sm.Routed(ids, w, None, jnp.sum(w)),
+        r"Routed\.aux must hold arrays of shape \(\d+, \.\.\.\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("chunks", [None, "auto", "no ring"])
+@pytest.mark.parametrize("case", BAD_ROUTE_RESULTS)
+def test_what_a_route_returns_is_per_token_however_it_is_called(rng, case, chunks):
+    problem = oracle.make_problem(rng, T=16, H=32, I=16, E=4, K=2, dtype=jnp.float32)
+    change, text = BAD_ROUTE_RESULTS[case]
+    ring = None if chunks == "no ring" else sm.make_ring(problem.config, chunk_tokens=8, num_slots=2, name="bad-route")
+
+    def call(ring):
+        return sm.stream_moe(
+            problem.x, lambda x, i, w: change(i, w, x), problem.w_gate_up, problem.w_down, ring=ring,
+            config=problem.config,
+            token_args=(jnp.asarray(problem.topk_ids), jnp.asarray(problem.topk_weights)),
+            chunks="auto" if chunks == "no ring" else chunks,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=text):
+        jax.jit(call)(ring)
+    sm.close_ring("bad-route")
+
+
+@pytest.mark.parametrize("length", [5, 50])
+def test_token_args_have_one_entry_per_token(rng, length):
+    problem = oracle.make_problem(rng, T=16, H=32, I=16, E=4, K=2, dtype=jnp.float32)
+    with pytest.raises(
+        ValueError, match=rf"token_args must hold arrays of shape \(16, \.\.\.\), got float32 \({length},\)"
+    ):
+        sm.stream_moe(
+            problem.x, lambda x, mask: None, problem.w_gate_up, problem.w_down, config=problem.config,
+            token_args=(jnp.zeros((length,), jnp.float32),),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["policy", "schedule", "chunks"])
+def test_words_are_checked_without_a_ring_too(rng, word):
+    problem = oracle.make_problem(rng, T=16, H=32, I=16, E=4, K=2, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=f"{word} must be one of"):
+        sm.stream_moe(
+            problem.x, lambda x: None, problem.w_gate_up, problem.w_down, config=problem.config, **{word: "bogus"}
+        )

@@ -256,7 +256,7 @@ REFUSED = {
         lambda p, r: sm.publish_layout(refuse(p, r), 0, p.x[:4], x_scale=p.x[:4, :1]),
         "^x_scale must be None: tokens of dtype float32 carry no scales$",
     ),
-    "persistent": (lambda p, r: refuse(p, r, policy="persistent"), '^policy "persistent" needs one CUDA device'),
+    "persistent": (lambda p, r: refuse(p, r, policy="persistent"), '^policy "persistent" is not in this version'),
     "policy": (
         lambda p, r: refuse(p, r, policy="eager"),
         "^policy must be one of serial, overlap, persistent, got 'eager'$",
@@ -308,9 +308,14 @@ VMAPPED = {
         lambda a: publish(refuse(p, ring), p.replace(topk_weights=p.topk_weights * a), "route", 0)
     ),
     "experts": lambda p, ring: lambda a: refuse(p.replace(w_down=p.w_down * a), ring),
-    "batch-ready": lambda p, ring: (
+    "route function": lambda p, ring: (
         lambda a: sm.stream_moe(
-            p.x * a, lambda x: (p.topk_ids, p.topk_weights), p.w_gate_up, p.w_down, config=p.config, ring=ring
+            p.x * a,
+            lambda x: (p.topk_ids[: x.shape[0]], p.topk_weights[: x.shape[0]]),
+            p.w_gate_up,
+            p.w_down,
+            config=p.config,
+            ring=ring,
         )[0]
     ),
 }
@@ -323,3 +328,20 @@ def test_a_stream_cannot_be_vmapped(rng, new_ring, call):
     text = r"^a ring is one linear resource: a stream cannot be vmapped\. Use sm\.moe, which folds the axis into tokens"
     with pytest.raises(NotImplementedError, match=text):
         jax.eval_shape(lambda r: jax.vmap(call(p, r))(jnp.ones(3)), ring)
+
+
+def test_a_numpy_integer_is_a_chunk_index(rng):
+    problem = oracle.make_problem(rng, T=16, H=32, I=16, E=4, K=2, dtype=jnp.float32)
+    ring = sm.make_ring(problem.config, chunk_tokens=8, num_slots=2, name="numpy-chunk")
+
+    def run(ring):
+        s = sm.open_stream(ring, problem.w_gate_up, problem.w_down, config=problem.config, num_tokens=16)
+        for chunk in np.arange(s.num_chunks):
+            part = slice(*s.chunk_bounds(int(chunk)))
+            s = sm.publish_route(s, chunk, jnp.asarray(problem.topk_ids)[part], jnp.asarray(problem.topk_weights)[part])
+            s = sm.publish_layout(s, chunk, jnp.asarray(problem.x)[part])
+        return sm.close_stream(s)
+
+    y, ring, _ = jax.jit(run, donate_argnums=0)(ring)
+    np.testing.assert_array_equal(y, sm.moe(*oracle.as_jax(problem).args, config=problem.config))
+    sm.close_ring("numpy-chunk")

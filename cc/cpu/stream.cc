@@ -3,9 +3,12 @@
 #include "cpu/stream.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <limits>
 
 #include "cpu/combine.h"
+#include "cpu/ids.h"
 
 namespace streammoe::cpu {
 
@@ -13,12 +16,51 @@ uint64_t CallSpec::tag() const {
   uint64_t tag = mix_tag(0, kRingMagic);
   for (const int64_t value :
        {problem.num_experts, problem.hidden, problem.intermediate, problem.top_k, static_cast<int64_t>(problem.dtype),
-        static_cast<int64_t>(problem.activation), num_tokens, chunk_tokens, macro_tokens, num_chunks, capacity}) {
+        static_cast<int64_t>(problem.activation), static_cast<int64_t>(std::bit_cast<uint32_t>(problem.limit)),
+        problem.block_m, num_tokens, chunk_tokens, macro_tokens, num_chunks, min_carry_rows, capacity,
+        static_cast<int64_t>(packed)}) {
     tag = mix_tag(tag, static_cast<uint64_t>(value));
   }
   for (const int64_t end : macro_ends) tag = mix_tag(tag, static_cast<uint64_t>(end));
   for (const int64_t end : wave_ends) tag = mix_tag(tag, static_cast<uint64_t>(end));
   return tag;
+}
+
+Status CallSpec::check(const RingShape& shape) const {
+  const auto refuse = [](const auto&... parts) {
+    return error(Code::kInvalidArgument, "the plan of the call: ", parts...);
+  };
+  const int64_t ring_tokens = shape.num_slots * shape.chunk_tokens;
+  if (num_tokens < 0 || macro_tokens > ring_tokens || macro_tokens < std::min<int64_t>(num_tokens, 1)) {
+    return refuse("macro_tokens must be at most num_slots * chunk_tokens = ", ring_tokens, " and at least 1, got ",
+                  macro_tokens, " for ", num_tokens, " tokens");
+  }
+  if (chunk_tokens < 1 || chunk_tokens > shape.chunk_tokens) {
+    return refuse("chunk_tokens must be in 1..", shape.chunk_tokens, ", got ", chunk_tokens);
+  }
+  const auto ascends = [&](const std::vector<int64_t>& ends) {
+    return num_chunks > 0 && !ends.empty() && ends.front() > 0 && ends.back() == num_chunks &&
+           std::adjacent_find(ends.begin(), ends.end(), std::greater_equal<>()) == ends.end();
+  };
+  if (!ascends(macro_ends) || !ascends(wave_ends) ||
+      !std::includes(wave_ends.begin(), wave_ends.end(), macro_ends.begin(), macro_ends.end())) {
+    return refuse("macro_ends and wave_ends must ascend to num_chunks = ", num_chunks,
+                  ", and every macro end must be a wave end");
+  }
+  int64_t first = 0, start = 0;  // chunk and token
+  for (const int64_t end : macro_ends) {
+    const int64_t tokens = std::min(macro_tokens, num_tokens - start);
+    if (tokens < std::min<int64_t>(num_tokens, 1) || (end - first) * chunk_tokens < tokens) break;
+    first = end, start += tokens;
+  }
+  if (first != num_chunks || start != num_tokens) {
+    return refuse("its chunks hold ", start, " of ", num_tokens, " tokens");
+  }
+  const int64_t max_experts = std::numeric_limits<int32_t>::max() / shape.num_ranks;
+  if (problem.num_experts < 1 || problem.num_experts > max_experts) {
+    return refuse("num_experts must be in 1..", max_experts, " per rank, got ", problem.num_experts);
+  }
+  return {};
 }
 
 int64_t CallSpec::macro_of(int64_t chunk) const {
@@ -61,6 +103,7 @@ Status Stream::open(const CallSpec& spec, const ExpertWeights& weights) {
                  "': the ring's memory does not hold a ring; it was ",
                  "overwritten, or restored from a checkpoint: call make_ring again");
   }
+  STREAMMOE_RETURN_IF_ERROR(spec.check(shape_));
   spec_ = spec, weights_ = weights, tag_ = spec.tag();
   base_ = header->sequence_base, call_ = header->call_number, macro_base_ = header->macro_number;
   route_published_.assign(static_cast<size_t>(spec.num_chunks), 0);
@@ -78,11 +121,14 @@ Status Stream::open(const CallSpec& spec, const ExpertWeights& weights) {
   return {};
 }
 
+Status Stream::require_open(const char* what) const {
+  if (open_) return {};
+  return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': ", what, " without open_stream");
+}
+
 // What both halves of a publication check and wait for before the slot may be written.
 Status Stream::begin(Phase phase, int64_t chunk, void* y) {
-  if (!open_) {
-    return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': ", phase_name(phase), " without open_stream");
-  }
+  STREAMMOE_RETURN_IF_ERROR(require_open(phase_name(phase)));
   if (chunk < 0 || chunk >= spec_.num_chunks) {
     return fail(error(Code::kInvalidArgument, phase_name(phase), ": chunk must be in 0..", spec_.num_chunks - 1,
                       ", got ", chunk),
@@ -139,47 +185,19 @@ Status Stream::finish_macros(int64_t upto, void* y) {
   return {};
 }
 
-Status Stream::check_ids(int64_t chunk, const int32_t* ids) const {
-  const auto [start, stop] = spec_.chunk_bounds(chunk);
-  const int64_t num_experts = spec_.problem.num_experts * shape_.num_ranks;
-  for (int64_t pair = 0; pair < (stop - start) * shape_.top_k; ++pair) {
-    if (ids[pair] < -1 || ids[pair] >= num_experts) {
-      return error(Code::kInvalidArgument, "topk_ids[", start + pair / shape_.top_k, ", ", pair % shape_.top_k, "] is ",
-                   ids[pair], ", outside -1..", num_experts - 1, " (rank ", rank_, ")");
-    }
-  }
-  return {};
-}
-
-// Ids as the consumers see them: -1 for masked tokens and for ids that name no expert.
-void Stream::sanitise(int64_t chunk, const int32_t* ids, int32_t* out) {
-  const auto [start, stop] = spec_.chunk_bounds(chunk);
-  const int64_t num_experts = spec_.problem.num_experts * shape_.num_ranks;
-  for (int64_t token = start; token < stop; ++token) {
-    for (int64_t k = 0; k < shape_.top_k; ++k) {
-      const int64_t pair = (token - start) * shape_.top_k + k;
-      const bool in_range = ids[pair] >= 0 && ids[pair] < num_experts;
-      const bool masked = ids[pair] == -1;
-      if (masked) {
-        ++stats_.masked;
-      } else if (!in_range) {
-        ++stats_.invalid;
-      }
-      out[pair] = in_range && !masked ? ids[pair] : -1;
-    }
-  }
-}
-
 Status Stream::publish_route(int64_t chunk, const int32_t* ids, const float* weights, void* y) {
   Span span(ring_->name(), group_, rank_, Phase::kPublishRoute, chunk);
   STREAMMOE_RETURN_IF_ERROR(begin(Phase::kPublishRoute, chunk, y));
-  if (spec_.checks) {
-    if (Status status = check_ids(chunk, ids); !status.ok()) return fail(status, true);
-  }
   const auto [start, stop] = spec_.chunk_bounds(chunk);
-  uint8_t* slot = heap(rank_) + at_.slot(sequence_slot(chunk_sequence(base_, chunk), shape_.num_slots));
-  sanitise(chunk, ids, reinterpret_cast<int32_t*>(slot + at_.slot_topk_ids));
   const auto pairs = static_cast<size_t>((stop - start) * shape_.top_k);
+  const int64_t num_experts = spec_.problem.num_experts * shape_.num_ranks;
+  if (spec_.checks) {
+    const Status status = check_ids({ids, pairs}, shape_.top_k, num_experts, start);
+    if (!status.ok()) return fail(error(status.code(), status.message(), " (rank ", rank_, ")"), true);
+  }
+  uint8_t* slot = heap(rank_) + at_.slot(sequence_slot(chunk_sequence(base_, chunk), shape_.num_slots));
+  const IdCounts counts = sanitise_ids({ids, pairs}, num_experts, reinterpret_cast<int32_t*>(slot + at_.slot_topk_ids));
+  stats_.invalid += counts.invalid, stats_.masked += counts.masked;
   std::memcpy(slot + at_.slot_topk_weights, weights, pairs * sizeof(float));
   const int64_t first_pair = (start - spec_.macro_of(chunk) * spec_.macro_tokens) * shape_.top_k;
   std::memcpy(heap(rank_) + at_.combine_ids + first_pair * 4, slot + at_.slot_topk_ids, pairs * 4);
@@ -265,9 +283,15 @@ Status Stream::combine_macro(int64_t macro, void* y) {
   return {};
 }
 
-Status Stream::close(void* y, CallStats* stats) {
+Status Stream::close(const ExpertWeights& weights, void* y, CallStats* stats) {
   Span span(ring_->name(), group_, rank_, Phase::kClose);
-  if (!open_) return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': close_stream without open_stream");
+  STREAMMOE_RETURN_IF_ERROR(require_open("close_stream"));
+  if (weights != weights_) {
+    return fail(
+        error(Code::kFailedPrecondition, "ring '", ring_->name(), "': XLA moved the experts while the stream was ",
+              "open; pass close_stream the experts that open_stream was given"),
+        true);
+  }
   if (next_wave_ < static_cast<int64_t>(spec_.wave_ends.size())) {
     return fail(error(Code::kFailedPrecondition, "close_stream: not all of ", spec_.num_chunks,
                       " chunks were published; the first wave that misses one ends with chunk ",
@@ -326,8 +350,11 @@ Status Stream::wait(const uint64_t* word, uint64_t wanted, Phase phase, int64_t 
 // Records the failure, tells the peers (error text first, the abort word's release store publishes it), makes the
 // ring terminal and stops the worker, so that nothing of this call touches memory after the error is raised.
 Status Stream::fail(const Status& why, bool tell_peers) {
-  auto* text = reinterpret_cast<char*>(heap(rank_) + at_.error);
-  if (text[0] == 0) std::strncpy(text, why.message().c_str(), kErrorBytes - 1);
+  {
+    std::lock_guard lock(mutex_);  // the worker and XLA's thread may fail at once: the first text stays
+    auto* text = reinterpret_cast<char*>(heap(rank_) + at_.error);
+    if (text[0] == 0) std::strncpy(text, why.message().c_str(), kErrorBytes - 1);
+  }
   {
     PeerAccess access(*ring_);
     for (int64_t peer = 0; tell_peers && access.allowed() && peer < shape_.num_ranks; ++peer) {

@@ -41,6 +41,8 @@ struct CallSpec {
   bool checks = false;
 
   uint64_t tag() const;  // what all ranks must agree on
+  // InvalidArgument unless the plan is consistent and fits a ring of that shape.
+  Status check(const RingShape& shape) const;
   int64_t macro_of(int64_t chunk) const;
   // First token of the chunk and one past its last, clipped to its macro-chunk and to T.
   std::pair<int64_t, int64_t> chunk_bounds(int64_t chunk) const;
@@ -62,12 +64,15 @@ class Stream {
   // y is [T, H]; rows of completed macro-chunks are written to it before the next macro-chunk is published.
   Status publish_route(int64_t chunk, const int32_t* ids, const float* weights, void* y);
   Status publish_layout(int64_t chunk, const void* x, void* y);
-  Status close(void* y, CallStats* stats);
+  // The experts must be those of open, in the same memory: waves have read them there until now.
+  Status close(const ExpertWeights& weights, void* y, CallStats* stats);
   // After an error: makes the ring terminal, tells the peers, and ends the worker, so that nothing of the call touches
   // memory once the error is raised.
   void abort(const Status& why);
   const CallSpec& spec() const { return spec_; }
   bool is_open() const { return open_.load(std::memory_order_acquire); }
+  // FailedPrecondition unless a stream is open; `what` is the call that needs it.
+  Status require_open(const char* what) const;
 
  private:
   // A route whose token is in the pool and whose expert has not computed it yet.
@@ -85,13 +90,11 @@ class Stream {
   Status announce(int64_t table, int64_t chunk);
   Status advance();
   Status combine_macro(int64_t macro, void* y);
-  void sanitise(int64_t chunk, const int32_t* ids, int32_t* out);
-  Status check_ids(int64_t chunk, const int32_t* ids) const;
 
   // consumer side (worker thread, or XLA's thread under `serial`)
   Status run_wave(int64_t wave);
   Status admit(int64_t chunk);
-  Status make_room(int64_t peer, const uint8_t* slot, int64_t num_tokens);
+  Status make_room(const uint8_t* slot, int64_t num_tokens);
   void copy_in(int64_t peer, const uint8_t* slot, const SlotDescriptor& descriptor);
   Status check_descriptor(int64_t peer, int64_t chunk, const SlotDescriptor& seen, const char* half) const;
   void drop_beyond_capacity();

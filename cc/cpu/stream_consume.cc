@@ -54,7 +54,7 @@ Status Stream::admit(int64_t chunk) {
     Status status = check_descriptor(peer, chunk, route, "routing");
     if (status.ok()) status = check_descriptor(peer, chunk, layout, "layout");
     if (!status.ok()) return fail(status, true);
-    STREAMMOE_RETURN_IF_ERROR(make_room(peer, slot, route.num_tokens));
+    STREAMMOE_RETURN_IF_ERROR(make_room(slot, route.num_tokens));
     PeerAccess access(*ring_);
     if (!access.allowed()) return ring_failed();
     copy_in(peer, slot, route);
@@ -80,8 +80,7 @@ Status Stream::check_descriptor(int64_t peer, int64_t chunk, const SlotDescripto
 
 // The admission rule: when the tokens of a slot do not fit behind the carried ones, the carried rows are computed in
 // partial blocks first. A pool of R * C tokens can therefore never block the stream.
-Status Stream::make_room(int64_t peer, const uint8_t* slot, int64_t num_tokens) {
-  (void)peer;
+Status Stream::make_room(const uint8_t* slot, int64_t num_tokens) {
   if (pool_used_ + num_tokens <= shape_.pool_tokens) return {};
   int64_t needed = 0;
   {

@@ -23,7 +23,8 @@ XLA_FFI_DEFINE_HANDLER(kForwardInitialize, initialize_impl, ffi::Ffi::Bind<ffi::
 
 Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x,
                const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-               const ffi::AnyBuffer (&operands)[kNumWeights], void* y, ffi::AnyBuffer workspace) {
+               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y,
+               const ffi::AnyBuffer& workspace) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
@@ -33,10 +34,15 @@ Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi
   sm90::ForwardArgs args;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &args.weights));
   args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
+  const int64_t num_pairs = args.num_tokens * p.top_k;
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, element_type(p.dtype), args.num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, element_type(p.dtype), args.num_tokens * p.hidden));
   args.top_k = p.top_k, args.hidden = p.hidden, args.intermediate = p.intermediate, args.num_experts = p.num_experts;
   args.activation = p.activation, args.limit = p.limit;
   args.x = x.untyped_data(), args.topk_ids = ids.typed_data<int32_t>();
-  args.topk_weights = topk_weights.typed_data<float>(), args.y = y;
+  args.topk_weights = topk_weights.typed_data<float>(), args.y = y.untyped_data();
   const int64_t needed = cuda_forward_bytes(args.num_tokens, p.top_k, p.hidden, p.intermediate, p.num_experts);
   if (static_cast<int64_t>(workspace.size_bytes()) < needed) {
     return error(Code::kInvalidArgument, "the workspace must have ", needed, " bytes, got ", workspace.size_bytes());
@@ -49,7 +55,7 @@ ffi::Error forward_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuff
                         ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
                         ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
-  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, y->untyped_data(), *workspace));
+  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, *y, *workspace));
 }
 XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                        ffi::Ffi::Bind()

@@ -1,6 +1,9 @@
 // Decoding of attributes and buffers. See decode.h for the contract.
 #include "ffi/decode.h"
 
+#include <algorithm>
+#include <cstring>
+
 namespace streammoe::ffi_glue {
 
 ffi::Error to_ffi(const Status& status) {
@@ -49,6 +52,17 @@ ExpertProblem read_problem(AttrReader& attrs) {
   problem.limit = attrs.f32("limit");
   problem.block_m = attrs.i64("block_m");
   problem.threads = attrs.i32("threads");
+  const int64_t smallest =
+      std::min({problem.num_experts, problem.hidden, problem.intermediate, problem.top_k, problem.block_m});
+  if (smallest < 1) {
+    attrs.fail(error(Code::kInvalidArgument,
+                     "num_experts, hidden, intermediate, top_k and block_m must be at least 1, got ", smallest));
+  }
+  if (problem.dtype < DType::kF32 || problem.dtype > DType::kF16 || problem.activation < Activation::kSwiGLU ||
+      problem.activation > Activation::kReLU2) {
+    attrs.fail(error(Code::kInvalidArgument, "unknown dtype code ", static_cast<int32_t>(problem.dtype),
+                     " or activation code ", static_cast<int32_t>(problem.activation)));
+  }
   return problem;
 }
 
@@ -67,6 +81,31 @@ cpu::CallSpec read_call(AttrReader& attrs) {
   spec.overlap = attrs.i32("overlap") != 0;
   spec.checks = attrs.i32("checks") != 0;
   return spec;
+}
+
+ffi::DataType element_type(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ffi::DataType::F32;
+    case DType::kBF16:
+      return ffi::DataType::BF16;
+    case DType::kF16:
+      return ffi::DataType::F16;
+  }
+  return ffi::DataType::INVALID;
+}
+
+Status expect_buffer(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t num_elements) {
+  if (buffer.element_type() == type && static_cast<int64_t>(buffer.element_count()) == num_elements) return {};
+  return error(Code::kInvalidArgument, name, " must have ", num_elements, " elements of type ", type, ", got ",
+               buffer.element_count(), " of type ", buffer.element_type());
+}
+
+Status carry(const char* name, const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
+  const auto num_elements = static_cast<int64_t>(in.element_count());
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer(name, out, in.element_type(), num_elements));
+  if (out.untyped_data() != in.untyped_data()) std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
+  return {};
 }
 
 namespace {
@@ -88,8 +127,8 @@ Status read_tensors(const ExpertProblem& p, const ffi::AnyBuffer (&buffers)[kNum
   const bool packed = is_gated(p.activation) && count(1) == 0;
   const int64_t width = packed ? 2 * i : i;
   const auto expect = [&](size_t n, int64_t elements, const char* name) -> Status {
-    if (count(n) == elements) return {};
-    return error(Code::kInvalidArgument, "expert operand ", name, " must have ", elements, " elements, got ", count(n));
+    if (elements == 0 && count(n) == 0) return {};
+    return expect_buffer(name, buffers[n], element_type(p.dtype), elements);
   };
   STREAMMOE_RETURN_IF_ERROR(expect(0, l * h * width, "gate"));
   STREAMMOE_RETURN_IF_ERROR(expect(1, !is_gated(p.activation) || packed ? 0 : l * h * i, "up"));

@@ -31,6 +31,9 @@ class AttrReader {
   float f32(const char* name);
   std::string text(const char* name);
   std::vector<int64_t> list(const char* name);
+  void fail(const Status& status) {
+    if (status_.ok()) status_ = status;
+  }
   const Status& status() const { return status_; }
 
  private:
@@ -39,6 +42,13 @@ class AttrReader {
   const ffi::Dictionary& attrs_;
   Status status_;
 };
+
+ffi::DataType element_type(DType dtype);
+// InvalidArgument unless a buffer has that type and number of elements: the FFI's typed accessors check nothing in a
+// release build, and whoever calls a target by name reaches the handlers past Python's checks.
+Status expect_buffer(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t num_elements);
+// Writes `in` to a result that XLA did not alias with it.
+Status carry(const char* name, const ffi::AnyBuffer& in, const ffi::AnyBuffer& out);
 
 // Number of weight operands, in the order of the header comment.
 inline constexpr size_t kNumWeights = 6;

@@ -14,11 +14,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "cpu/backward.h"
 #include "cpu/combine.h"
 #include "cpu/experts.h"
+#include "cpu/ids.h"
 #include "cpu/plan.h"
 #include "ffi/decode.h"
 #include "host/events.h"
@@ -26,27 +29,12 @@
 namespace streammoe::ffi_glue {
 namespace {
 
-struct Counts {
-  int32_t dropped = 0, invalid = 0, masked = 0;
-};
-
-// Ids with -1 for whatever names no expert of 0..L-1.
-Status sanitise(const int32_t* ids, int64_t num_pairs, int64_t top_k, int64_t num_experts, bool checks,
-                std::vector<int32_t>* out, Counts* counts) {
-  out->resize(static_cast<size_t>(num_pairs));
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    const bool masked = ids[pair] == -1;
-    const bool valid = ids[pair] >= 0 && ids[pair] < num_experts;
-    if (!masked && !valid && checks) {
-      return error(Code::kInvalidArgument, "topk_ids[", pair / top_k, ", ", pair % top_k, "] is ", ids[pair],
-                   ", outside -1..", num_experts - 1);
-    }
-    counts->masked += masked;
-    counts->invalid += !masked && !valid;
-    (*out)[static_cast<size_t>(pair)] = valid && !masked ? ids[pair] : -1;
-  }
-  return {};
+// Tokens of an [T, K] operand; expect_buffer then refuses one that is not a whole number of tokens.
+int64_t tokens_of(const ffi::AnyBuffer& ids, const ExpertProblem& p) {
+  return static_cast<int64_t>(ids.element_count()) / p.top_k;
 }
+
+std::span<const int32_t> as_ids(const ffi::AnyBuffer& ids) { return {ids.typed_data<int32_t>(), ids.element_count()}; }
 
 // Computes the row of every planned pair into rows[pair].
 void run_rows(const ExpertProblem& p, const ExpertWeights& weights, const cpu::Plan& plan, const void* x, void* rows) {
@@ -68,8 +56,8 @@ void write_expert_rows(const cpu::Plan& plan, int32_t* out) {
 }
 
 Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-               const ffi::AnyBuffer (&operands)[kNumWeights], void* y, int32_t* expert_rows, int32_t* counts_out,
-               const ffi::Dictionary& dictionary) {
+               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y,
+               const ffi::AnyBuffer& expert_rows, const ffi::AnyBuffer& counts_out, const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
@@ -78,22 +66,29 @@ Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::An
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
 
-  const auto num_pairs = static_cast<int64_t>(ids.element_count());
-  std::vector<int32_t> clean;
-  Counts counts;
-  STREAMMOE_RETURN_IF_ERROR(
-      sanitise(ids.typed_data<int32_t>(), num_pairs, p.top_k, p.num_experts, checks, &clean, &counts));
+  const int64_t num_tokens = tokens_of(ids, p), num_pairs = num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("counts", counts_out, ffi::DataType::S32, 3));
+  if (checks) STREAMMOE_RETURN_IF_ERROR(cpu::check_ids(as_ids(ids), p.top_k, p.num_experts));
+  std::vector<int32_t> clean(static_cast<size_t>(num_pairs));
+  const cpu::IdCounts counts = cpu::sanitise_ids(as_ids(ids), p.num_experts, clean.data());
   std::vector<uint8_t> dropped(static_cast<size_t>(num_pairs), 0);
   const cpu::Plan plan = cpu::make_plan(clean, p.num_experts, capacity, dropped.data());
-  counts.dropped = static_cast<int32_t>(std::count(dropped.begin(), dropped.end(), 1));
   // Uninitialised on purpose: combine reads the rows of planned pairs only.
   const std::unique_ptr<uint8_t[]> rows(
       new uint8_t[static_cast<size_t>(num_pairs * p.hidden * dtype_bytes(p.dtype)) + 1]);
   run_rows(p, weights, plan, x.untyped_data(), rows.get());
-  cpu::combine(p.dtype, p.hidden, p.top_k, num_pairs / p.top_k, rows.get(), clean.data(),
-               topk_weights.typed_data<float>(), dropped.data(), y, p.threads);
-  write_expert_rows(plan, expert_rows);
-  counts_out[0] = counts.dropped, counts_out[1] = counts.invalid, counts_out[2] = counts.masked;
+  cpu::combine(p.dtype, p.hidden, p.top_k, num_tokens, rows.get(), clean.data(), topk_weights.typed_data<float>(),
+               dropped.data(), y.untyped_data(), p.threads);
+  write_expert_rows(plan, expert_rows.typed_data<int32_t>());
+  int32_t* out = counts_out.typed_data<int32_t>();
+  out[0] = static_cast<int32_t>(std::count(dropped.begin(), dropped.end(), 1));
+  out[1] = counts.invalid, out[2] = counts.masked;
   return {};
 }
 
@@ -102,8 +97,7 @@ ffi::Error forward_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer 
                         ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y,
                         ffi::Result<ffi::AnyBuffer> expert_rows, ffi::Result<ffi::AnyBuffer> counts) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
-  return to_ffi(forward(x, ids, topk_weights, operands, y->untyped_data(), expert_rows->typed_data<int32_t>(),
-                        counts->typed_data<int32_t>(), attrs));
+  return to_ffi(forward(x, ids, topk_weights, operands, *y, *expert_rows, *counts, attrs));
 }
 XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                        ffi::Ffi::Bind()
@@ -123,22 +117,27 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
 
 // ids are local here: -1 or outside 0..L-1 is a route of another rank or of none.
 Status rows(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer (&operands)[kNumWeights],
-            void* out, uint8_t* dropped, int32_t* expert_rows, const ffi::Dictionary& dictionary) {
+            const ffi::AnyBuffer& out, const ffi::AnyBuffer& dropped, const ffi::AnyBuffer& expert_rows,
+            const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
-  const auto num_pairs = static_cast<int64_t>(ids.element_count());
-  const int64_t row_bytes = p.hidden * dtype_bytes(p.dtype);
-  std::memset(dropped, 0, static_cast<size_t>(num_pairs));
-  const cpu::Plan plan =
-      cpu::make_plan({ids.typed_data<int32_t>(), static_cast<size_t>(num_pairs)}, p.num_experts, capacity, dropped);
+  const int64_t num_tokens = tokens_of(ids, p), num_pairs = num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("local ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", out, type, num_pairs * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
+  std::memset(dropped.untyped_data(), 0, dropped.size_bytes());
+  const cpu::Plan plan = cpu::make_plan(as_ids(ids), p.num_experts, capacity, dropped.typed_data<uint8_t>());
   // Rows of other ranks' experts travel back as zeros, never as whatever the buffer held.
-  std::memset(out, 0, static_cast<size_t>(num_pairs * row_bytes));
-  run_rows(p, weights, plan, x.untyped_data(), out);
-  write_expert_rows(plan, expert_rows);
+  std::memset(out.untyped_data(), 0, out.size_bytes());
+  run_rows(p, weights, plan, x.untyped_data(), out.untyped_data());
+  write_expert_rows(plan, expert_rows.typed_data<int32_t>());
   return {};
 }
 
@@ -147,8 +146,7 @@ ffi::Error rows_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids
                      ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> dropped,
                      ffi::Result<ffi::AnyBuffer> expert_rows) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
-  return to_ffi(rows(x, ids, operands, out->untyped_data(), dropped->typed_data<uint8_t>(),
-                     expert_rows->typed_data<int32_t>(), attrs));
+  return to_ffi(rows(x, ids, operands, *out, *dropped, *expert_rows, attrs));
 }
 XLA_FFI_DEFINE_HANDLER(kRows, rows_impl,
                        ffi::Ffi::Bind()
@@ -167,24 +165,24 @@ XLA_FFI_DEFINE_HANDLER(kRows, rows_impl,
 
 // ids -> ids, or an error that names the first id outside -1..E-1 of this rank's tokens. When another rank has one,
 // this rank fails with it: it would wait for that rank in the next collective.
-Status check_ids(const ffi::AnyBuffer& ids, bool any_invalid, void* out, const ffi::Dictionary& dictionary) {
+Status check_ids(const ffi::AnyBuffer& ids, const ffi::AnyBuffer& any_invalid, const ffi::AnyBuffer& out,
+                 const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t total_experts = attrs.i64("total_experts");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  std::vector<int32_t> clean;
-  Counts counts;
-  const auto num_pairs = static_cast<int64_t>(ids.element_count());
-  STREAMMOE_RETURN_IF_ERROR(
-      sanitise(ids.typed_data<int32_t>(), num_pairs, p.top_k, total_experts, true, &clean, &counts));
-  if (any_invalid) return error(Code::kInvalidArgument, "topk_ids of another rank name no expert, see its error");
-  if (out != ids.untyped_data()) std::memcpy(out, ids.untyped_data(), ids.size_bytes());
-  return {};
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, tokens_of(ids, p) * p.top_k));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("any_invalid", any_invalid, ffi::DataType::S32, 1));
+  STREAMMOE_RETURN_IF_ERROR(cpu::check_ids(as_ids(ids), p.top_k, total_experts));
+  if (*any_invalid.typed_data<int32_t>() != 0) {
+    return error(Code::kInvalidArgument, "topk_ids of another rank name no expert, see its error");
+  }
+  return carry("topk_ids", ids, out);
 }
 
 ffi::Error check_ids_impl(ffi::Dictionary attrs, ffi::AnyBuffer ids, ffi::AnyBuffer any_invalid,
                           ffi::Result<ffi::AnyBuffer> out) {
-  return to_ffi(check_ids(ids, *any_invalid.typed_data<int32_t>() != 0, out->untyped_data(), attrs));
+  return to_ffi(check_ids(ids, any_invalid, *out, attrs));
 }
 XLA_FFI_DEFINE_HANDLER(kCheckIds, check_ids_impl,
                        ffi::Ffi::Bind()
@@ -194,19 +192,25 @@ XLA_FFI_DEFINE_HANDLER(kCheckIds, check_ids_impl,
                            .Ret<ffi::AnyBuffer>());  // topk_ids
 
 Status combine_rows(const ffi::AnyBuffer& row_buffer, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-                    const ffi::AnyBuffer& dropped, void* y, const ffi::Dictionary& dictionary) {
+                    const ffi::AnyBuffer& dropped, const ffi::AnyBuffer& y, const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  cpu::combine(p.dtype, p.hidden, p.top_k, static_cast<int64_t>(ids.element_count()) / p.top_k,
-               row_buffer.untyped_data(), ids.typed_data<int32_t>(), topk_weights.typed_data<float>(),
-               dropped.typed_data<uint8_t>(), y, p.threads);
+  const int64_t num_tokens = tokens_of(ids, p), num_pairs = num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", row_buffer, type, num_pairs * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, type, num_tokens * p.hidden));
+  cpu::combine(p.dtype, p.hidden, p.top_k, num_tokens, row_buffer.untyped_data(), ids.typed_data<int32_t>(),
+               topk_weights.typed_data<float>(), dropped.typed_data<uint8_t>(), y.untyped_data(), p.threads);
   return {};
 }
 
 ffi::Error combine_impl(ffi::Dictionary attrs, ffi::AnyBuffer row_buffer, ffi::AnyBuffer ids,
                         ffi::AnyBuffer topk_weights, ffi::AnyBuffer dropped, ffi::Result<ffi::AnyBuffer> y) {
-  return to_ffi(combine_rows(row_buffer, ids, topk_weights, dropped, y->untyped_data(), attrs));
+  return to_ffi(combine_rows(row_buffer, ids, topk_weights, dropped, *y, attrs));
 }
 XLA_FFI_DEFINE_HANDLER(kCombine, combine_impl,
                        ffi::Ffi::Bind()
@@ -217,16 +221,25 @@ XLA_FFI_DEFINE_HANDLER(kCombine, combine_impl,
                            .Arg<ffi::AnyBuffer>()    // dropped [T, K] u8
                            .Ret<ffi::AnyBuffer>());  // y [T, H]
 
+// Where an event of the backward lies in the timeline: the member's place in its ring, else the device.
+std::pair<int64_t, int64_t> group_and_rank(const std::string& ring_name, int32_t ordinal) {
+  const auto ring = ring_name.empty() ? nullptr : Registry::get().find(ring_name);
+  const Member* member = ring == nullptr ? nullptr : ring->find_member(ordinal);
+  if (member == nullptr) return {0, ordinal};
+  return {member->group, member->rank};
+}
+
 Status backward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& ids,
-                const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer (&operands)[kNumWeights], void* dx_rows,
-                float* d_weights, const ffi::AnyBuffer (&results)[kNumWeights], const ffi::Dictionary& dictionary,
-                int32_t ordinal) {
+                const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer (&operands)[kNumWeights],
+                const ffi::AnyBuffer& dx_rows, const ffi::AnyBuffer& d_weights,
+                const ffi::AnyBuffer (&results)[kNumWeights], const ffi::Dictionary& dictionary, int32_t ordinal) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
   const std::string ring = attrs.text("ring");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  Span span(ring, 0, ordinal, Phase::kBackward, attrs.i64("call_id"));
+  const auto [group, rank] = group_and_rank(ring, ordinal);
+  Span span(ring, group, rank, Phase::kBackward);
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
   for (const auto& result : results) {  // of an absent tensor: nobody else writes it
@@ -234,12 +247,20 @@ Status backward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy, const ffi::An
   }
   ExpertGradients gradients;
   STREAMMOE_RETURN_IF_ERROR(read_gradients(p, results, &gradients));
+  const int64_t num_tokens = tokens_of(ids, p), num_pairs = num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("local ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dy", dy, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dx_rows", dx_rows, type, num_pairs * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("d_weights", d_weights, ffi::DataType::F32, num_pairs));
   cpu::BackwardArgs args;
   args.x = x.untyped_data(), args.dy = dy.untyped_data();
   args.ids = ids.typed_data<int32_t>(), args.weights = topk_weights.typed_data<float>();
-  args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
+  args.num_tokens = num_tokens;
   args.capacity = capacity;
-  cpu::backward(p, weights, args, dx_rows, d_weights, gradients);
+  cpu::backward(p, weights, args, dx_rows.untyped_data(), d_weights.typed_data<float>(), gradients);
   return {};
 }
 
@@ -253,11 +274,11 @@ ffi::Error backward_impl(int32_t ordinal, ffi::Dictionary attrs, ffi::AnyBuffer 
                          ffi::Result<ffi::AnyBuffer> d_b_up, ffi::Result<ffi::AnyBuffer> d_b_down) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   const ffi::AnyBuffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
-  if (token_out->untyped_data() != token_in.untyped_data()) {
-    std::memcpy(token_out->untyped_data(), token_in.untyped_data(), token_in.size_bytes());
+  Status status = carry("token", token_in, *token_out);
+  if (status.ok()) {
+    status = backward(x, dy, ids, topk_weights, operands, *dx_rows, *d_weights, results, attrs, ordinal);
   }
-  return to_ffi(backward(x, dy, ids, topk_weights, operands, dx_rows->untyped_data(), d_weights->typed_data<float>(),
-                         results, attrs, ordinal));
+  return to_ffi(status);
 }
 XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl,
                        ffi::Ffi::Bind()
@@ -290,8 +311,7 @@ ffi::Error after_impl(ffi::RemainingArgs args, ffi::RemainingRets rets) {
     auto out = rets.get<ffi::AnyBuffer>(n);
     if (in.has_error()) return in.error();
     if (out.has_error()) return out.error();
-    void* const to = (*out)->untyped_data();
-    if (to != in->untyped_data()) std::memcpy(to, in->untyped_data(), in->size_bytes());
+    if (const Status status = carry("value", *in, **out); !status.ok()) return to_ffi(status);
   }
   return ffi::Error::Success();
 }

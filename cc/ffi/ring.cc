@@ -8,7 +8,7 @@
 //   ring_forward    mem, x, ids, weights, experts -> mem, y, stats   open, publish all, close in one call
 //
 // `y` is threaded through a stream because rows of a completed macro-chunk leave the pool while it is open. The experts
-// are operands of close too, so that XLA keeps them alive while waves read them.
+// are operands of close too, so that XLA keeps them alive, and where they are, while waves read them.
 #include "ffi/ring.h"
 
 #include <cstring>
@@ -31,9 +31,21 @@ ffi::Error finish(const RingCall& call, const Status& status) {
   return to_ffi(status);
 }
 
-// XLA aliases y in and out; should it ever copy instead, the rows written so far must follow.
-void carry(const Buffer& in, Result& out) {
-  if (out->untyped_data() != in.untyped_data()) std::memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
+Status expect_y(const cpu::CallSpec& spec, const Buffer& y) {
+  return expect_buffer("y", y, element_type(spec.problem.dtype), spec.num_tokens * spec.problem.hidden);
+}
+
+Status expect_stats(const cpu::CallSpec& spec, Result expert_rows, Result counts) {
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", *expert_rows, ffi::DataType::S32, spec.problem.num_experts));
+  return expect_buffer("counts", *counts, ffi::DataType::S32, 3);
+}
+
+// An operand [c, width] of a chunk of an open stream. A chunk that does not exist is refused by the stream itself.
+Status expect_chunk(const cpu::CallSpec& spec, int64_t chunk, const char* name, const Buffer& buffer,
+                    ffi::DataType type, int64_t width) {
+  if (chunk < 0 || chunk >= spec.num_chunks) return {};
+  const auto [start, stop] = spec.chunk_bounds(chunk);
+  return expect_buffer(name, buffer, type, (stop - start) * width);
 }
 
 void write_stats(const cpu::CallStats& stats, Result& expert_rows, Result& counts) {
@@ -81,7 +93,7 @@ XLA_FFI_DEFINE_HANDLER(kRegister, register_impl,
 
 // Opens the stream of a call: attributes, experts and the ring must fit each other.
 Status open_stream(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out,
-                   const Buffer (&operands)[kNumWeights], RingCall* call) {
+                   const Buffer (&operands)[kNumWeights], const Buffer& y, ExpertWeights* weights, RingCall* call) {
   AttrReader attrs(dictionary);
   cpu::CallSpec spec = read_call(attrs);
   const std::string name = attrs.text("ring");
@@ -95,17 +107,18 @@ Status open_stream(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer me
                  "; the call has hidden ", spec.problem.hidden, ", top_k ", spec.problem.top_k, ", itemsize ",
                  dtype_bytes(spec.problem.dtype), ", chunks of ", spec.chunk_tokens);
   }
-  ExpertWeights weights;
-  STREAMMOE_RETURN_IF_ERROR(read_weights(spec.problem, operands, &weights));
-  return call->member->stream->open(spec, weights);
+  STREAMMOE_RETURN_IF_ERROR(expect_y(spec, y));
+  STREAMMOE_RETURN_IF_ERROR(read_weights(spec.problem, operands, weights));
+  return call->member->stream->open(spec, *weights);
 }
 
 ffi::Error open_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer gate, Buffer up, Buffer down,
                      Buffer b_gate, Buffer b_up, Buffer b_down, Result mem_out, Result y) {
-  (void)y;  // allocated by XLA here, written by later calls
   const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  ExpertWeights weights;
   RingCall call;
-  const Status status = open_stream(ordinal, attrs, mem_in, mem_out, operands, &call);
+  // y is allocated by XLA here and written by later calls.
+  const Status status = open_stream(ordinal, attrs, mem_in, mem_out, operands, *y, &weights, &call);
   return finish(call, status);
 }
 XLA_FFI_DEFINE_HANDLER(kOpen, open_impl,
@@ -122,23 +135,36 @@ XLA_FFI_DEFINE_HANDLER(kOpen, open_impl,
                            .Ret<Buffer>()    // mem
                            .Ret<Buffer>());  // y [T, H]
 
-Status find_open_ring(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out,
-                      RingCall* call) {
+// The ring of a call on a stream that must be open, its y carried over: XLA aliases y in and out, but should it ever
+// copy instead, the rows written so far must follow.
+Status find_open_ring(const char* what, int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Buffer y_in,
+                      Result mem_out, Result y_out, RingCall* call) {
   AttrReader attrs(dictionary);
   const std::string name = attrs.text("ring");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  return find_ring(name, ordinal, mem_in, *mem_out, call);
+  STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, *mem_out, call));
+  STREAMMOE_RETURN_IF_ERROR(call->member->stream->require_open(what));
+  STREAMMOE_RETURN_IF_ERROR(expect_y(call->member->stream->spec(), y_in));
+  return carry("y", y_in, *y_out);
+}
+
+Status publish_route(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
+                     Buffer chunk, Buffer ids, Buffer topk_weights, Result mem_out, Result y_out) {
+  STREAMMOE_RETURN_IF_ERROR(find_open_ring("publish_route", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  cpu::Stream& stream = *call->member->stream;
+  const cpu::CallSpec& spec = stream.spec();
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("chunk", chunk, ffi::DataType::S32, 1));
+  const int64_t index = *chunk.typed_data<int32_t>(), top_k = spec.problem.top_k;
+  STREAMMOE_RETURN_IF_ERROR(expect_chunk(spec, index, "topk_ids", ids, ffi::DataType::S32, top_k));
+  STREAMMOE_RETURN_IF_ERROR(expect_chunk(spec, index, "topk_weights", topk_weights, ffi::DataType::F32, top_k));
+  return stream.publish_route(index, ids.typed_data<int32_t>(), topk_weights.typed_data<float>(),
+                              y_out->untyped_data());
 }
 
 ffi::Error publish_route_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer chunk,
                               Buffer ids, Buffer topk_weights, Result mem_out, Result y_out) {
-  carry(y_in, y_out);
   RingCall call;
-  Status status = find_open_ring(ordinal, attrs, mem_in, mem_out, &call);
-  if (status.ok()) {
-    status = call.member->stream->publish_route(*chunk.typed_data<int32_t>(), ids.typed_data<int32_t>(),
-                                                topk_weights.typed_data<float>(), y_out->untyped_data());
-  }
+  const Status status = publish_route(&call, ordinal, attrs, mem_in, y_in, chunk, ids, topk_weights, mem_out, y_out);
   return finish(call, status);
 }
 XLA_FFI_DEFINE_HANDLER(kPublishRoute, publish_route_impl,
@@ -153,14 +179,21 @@ XLA_FFI_DEFINE_HANDLER(kPublishRoute, publish_route_impl,
                            .Ret<Buffer>()    // mem
                            .Ret<Buffer>());  // y
 
+Status publish_layout(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
+                      Buffer chunk, Buffer x, Result mem_out, Result y_out) {
+  STREAMMOE_RETURN_IF_ERROR(find_open_ring("publish_layout", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  cpu::Stream& stream = *call->member->stream;
+  const cpu::CallSpec& spec = stream.spec();
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("chunk", chunk, ffi::DataType::S32, 1));
+  const int64_t index = *chunk.typed_data<int32_t>();
+  STREAMMOE_RETURN_IF_ERROR(expect_chunk(spec, index, "x", x, element_type(spec.problem.dtype), spec.problem.hidden));
+  return stream.publish_layout(index, x.untyped_data(), y_out->untyped_data());
+}
+
 ffi::Error publish_layout_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer chunk,
                                Buffer x, Result mem_out, Result y_out) {
-  carry(y_in, y_out);
   RingCall call;
-  Status status = find_open_ring(ordinal, attrs, mem_in, mem_out, &call);
-  if (status.ok()) {
-    status = call.member->stream->publish_layout(*chunk.typed_data<int32_t>(), x.untyped_data(), y_out->untyped_data());
-  }
+  const Status status = publish_layout(&call, ordinal, attrs, mem_in, y_in, chunk, x, mem_out, y_out);
   return finish(call, status);
 }
 XLA_FFI_DEFINE_HANDLER(kPublishLayout, publish_layout_impl,
@@ -174,16 +207,27 @@ XLA_FFI_DEFINE_HANDLER(kPublishLayout, publish_layout_impl,
                            .Ret<Buffer>()    // mem
                            .Ret<Buffer>());  // y
 
+Status close_stream(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
+                    const Buffer (&operands)[kNumWeights], Result mem_out, Result y_out, Result expert_rows,
+                    Result counts) {
+  STREAMMOE_RETURN_IF_ERROR(find_open_ring("close_stream", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  cpu::Stream& stream = *call->member->stream;
+  STREAMMOE_RETURN_IF_ERROR(expect_stats(stream.spec(), expert_rows, counts));
+  ExpertWeights weights;
+  STREAMMOE_RETURN_IF_ERROR(read_weights(stream.spec().problem, operands, &weights));
+  cpu::CallStats stats;
+  STREAMMOE_RETURN_IF_ERROR(stream.close(weights, y_out->untyped_data(), &stats));
+  write_stats(stats, expert_rows, counts);
+  return {};
+}
+
 ffi::Error close_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer y_in, Buffer gate, Buffer up,
                       Buffer down, Buffer b_gate, Buffer b_up, Buffer b_down, Result mem_out, Result y_out,
                       Result expert_rows, Result counts) {
-  (void)gate, (void)up, (void)down, (void)b_gate, (void)b_up, (void)b_down;  // kept alive until here, see above
-  carry(y_in, y_out);
+  const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   RingCall call;
-  cpu::CallStats stats;
-  Status status = find_open_ring(ordinal, attrs, mem_in, mem_out, &call);
-  if (status.ok()) status = call.member->stream->close(y_out->untyped_data(), &stats);
-  if (status.ok()) write_stats(stats, expert_rows, counts);
+  const Status status =
+      close_stream(&call, ordinal, attrs, mem_in, y_in, operands, mem_out, y_out, expert_rows, counts);
   return finish(call, status);
 }
 XLA_FFI_DEFINE_HANDLER(kClose, close_impl,
@@ -205,12 +249,19 @@ XLA_FFI_DEFINE_HANDLER(kClose, close_impl,
 
 Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Buffer x,
                     Buffer ids, Buffer topk_weights, const Buffer (&operands)[kNumWeights], Result mem_out, Result y,
-                    cpu::CallStats* stats) {
-  STREAMMOE_RETURN_IF_ERROR(open_stream(ordinal, dictionary, mem_in, mem_out, operands, call));
+                    Result expert_rows, Result counts) {
+  ExpertWeights weights;
+  STREAMMOE_RETURN_IF_ERROR(open_stream(ordinal, dictionary, mem_in, mem_out, operands, *y, &weights, call));
   cpu::Stream& stream = *call->member->stream;
+  const cpu::CallSpec& spec = stream.spec();
   const RingShape& shape = call->ring->shape();
-  for (int64_t chunk = 0; chunk < stream.spec().num_chunks; ++chunk) {
-    const int64_t start = stream.spec().chunk_bounds(chunk).first;
+  const int64_t num_pairs = spec.num_tokens * shape.top_k;
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, element_type(spec.problem.dtype), spec.num_tokens * shape.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_stats(spec, expert_rows, counts));
+  for (int64_t chunk = 0; chunk < spec.num_chunks; ++chunk) {
+    const int64_t start = spec.chunk_bounds(chunk).first;
     STREAMMOE_RETURN_IF_ERROR(stream.publish_route(chunk, ids.typed_data<int32_t>() + start * shape.top_k,
                                                    topk_weights.typed_data<float>() + start * shape.top_k,
                                                    y->untyped_data()));
@@ -218,7 +269,10 @@ Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dict
         chunk, static_cast<const uint8_t*>(x.untyped_data()) + start * shape.hidden * shape.itemsize,
         y->untyped_data()));
   }
-  return stream.close(y->untyped_data(), stats);
+  cpu::CallStats stats;
+  STREAMMOE_RETURN_IF_ERROR(stream.close(weights, y->untyped_data(), &stats));
+  write_stats(stats, expert_rows, counts);
+  return {};
 }
 
 ffi::Error ring_forward_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer x, Buffer ids,
@@ -226,9 +280,8 @@ ffi::Error ring_forward_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_
                              Buffer b_down, Result mem_out, Result y, Result expert_rows, Result counts) {
   const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   RingCall call;
-  cpu::CallStats stats;
-  const Status status = ring_forward(&call, ordinal, attrs, mem_in, x, ids, topk_weights, operands, mem_out, y, &stats);
-  if (status.ok()) write_stats(stats, expert_rows, counts);
+  const Status status =
+      ring_forward(&call, ordinal, attrs, mem_in, x, ids, topk_weights, operands, mem_out, y, expert_rows, counts);
   return finish(call, status);
 }
 XLA_FFI_DEFINE_HANDLER(kRingForward, ring_forward_impl,

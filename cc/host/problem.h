@@ -43,12 +43,14 @@ struct ExpertMatrix {
   Pointer data = nullptr;
   int64_t expert_stride = 0;
   int64_t row_stride = 0;
+  bool operator==(const ExpertMatrix&) const = default;
 };
 
 // gate, up: [L, H, I]; down: [L, I, H]; b_gate, b_up: [L, I]; b_down: [L, H]. All of the problem's dtype.
 template <class Pointer>
 struct ExpertTensors {
   ExpertMatrix<Pointer> gate, up, down, b_gate, b_up, b_down;
+  bool operator==(const ExpertTensors&) const = default;  // the same memory, not equal values
 };
 
 using ExpertWeights = ExpertTensors<const void*>;

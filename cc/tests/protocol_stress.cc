@@ -307,7 +307,7 @@ struct World {
           }
         }
       }
-      return stream.close(y.data(), &stats);
+      return stream.close(layer.weights(rank * kLocal), y.data(), &stats);
     };
     const Status status = run();
     if (!status.ok()) {
@@ -387,6 +387,73 @@ void different_plans() {
   });
 }
 
+void inconsistent_plans() {
+  World world(2, 2);
+  world.make(20);
+  const cpu::CallSpec good = call_spec(world.layer, 13, 2, false, true);
+  EXPECT(good.check(world.shape).ok(), "%s", good.check(world.shape).message().c_str());
+  struct Case {
+    const char* text;
+    std::function<void(cpu::CallSpec&)> change;
+  };
+  const std::vector<Case> cases = {
+      {"macro_tokens must be", [](auto& s) { s.macro_tokens = 2 * kChunk + 1; }},
+      {"macro_tokens must be", [](auto& s) { s.macro_tokens = 0; }},
+      {"macro_tokens must be", [](auto& s) { s.num_tokens = -1; }},
+      {"chunk_tokens must be", [](auto& s) { s.chunk_tokens = 0; }},
+      {"chunk_tokens must be", [](auto& s) { s.chunk_tokens = kChunk + 1; }},
+      {"must ascend", [](auto& s) { s.macro_ends.back() += 1; }},
+      {"must ascend", [](auto& s) { s.wave_ends.clear(); }},
+      {"must ascend", [](auto& s) { std::swap(s.wave_ends.front(), s.wave_ends.back()); }},
+      {"must ascend", [](auto& s) { s.wave_ends = {s.num_chunks}; }},  // not a seal for the first macro-chunk
+      {"must ascend", [](auto& s) { s.num_chunks += 1; }},
+      {"chunks hold", [](auto& s) { s.num_tokens += kChunk; }},
+      {"chunks hold", [](auto& s) { s.num_tokens = 1; }},
+      {"num_experts must be", [](auto& s) { s.problem.num_experts = 0; }},
+      {"num_experts must be", [](auto& s) { s.problem.num_experts = int64_t{1} << 30; }},
+  };
+  for (const Case& c : cases) {
+    cpu::CallSpec bad = good;
+    c.change(bad);
+    const Status status = world.ring->find_member(0)->stream->open(bad, world.layer.weights(0));
+    EXPECT(status.code() == Code::kInvalidArgument && status.message().find(c.text) != std::string::npos, "%s: '%s'",
+           c.text, status.message().c_str());
+  }
+  EXPECT(!world.ring->in_use(), "a refused plan opened the stream");
+  const std::vector<std::function<void(cpu::CallSpec&)>> tagged = {
+      [](auto& s) { s.problem.block_m *= 2; }, [](auto& s) { s.problem.limit = 7; }, [](auto& s) { s.packed = false; },
+      [](auto& s) { s.min_carry_rows += 1; }};
+  for (size_t n = 0; n < tagged.size(); ++n) {
+    cpu::CallSpec other = good;
+    tagged[n](other);
+    EXPECT(other.tag() != good.tag(), "change %zu leaves the tag alone", n);
+  }
+}
+
+void moved_experts() {
+  World world(1, 2);
+  for (const bool overlap : {false, true}) {
+    world.make(20);
+    cpu::Stream& stream = *world.ring->find_member(0)->stream;
+    const cpu::CallSpec spec = call_spec(world.layer, kChunk, 2, overlap, true);
+    const Tokens t = tokens_of(0, 0, kChunk, kLocal);
+    std::vector<float> y(static_cast<size_t>(kChunk * kHidden));
+    const ExpertWeights weights = world.layer.weights(0);
+    EXPECT(stream.open(spec, weights).ok(), "open");
+    EXPECT(stream.publish_route(0, t.ids.data(), t.weights.data(), y.data()).ok(), "route");
+    EXPECT(stream.publish_layout(0, t.x.data(), y.data()).ok(), "layout");
+    ExpertWeights moved = weights;
+    moved.b_down.data = y.data();
+    cpu::CallStats stats;
+    const Status status = stream.close(moved, y.data(), &stats);
+    EXPECT(
+        status.code() == Code::kFailedPrecondition && status.message().find("moved the experts") != std::string::npos,
+        "'%s'", status.message().c_str());
+    EXPECT(world.ring->failed(), "the ring is not terminal");
+    stream.abort(status);
+  }
+}
+
 }  // namespace
 }  // namespace streammoe
 
@@ -409,6 +476,8 @@ int main() {
     }
   }
   different_plans();
+  inconsistent_plans();
+  moved_experts();
   std::printf("%s, %.1f s\n", failures == 0 ? "ok" : "FAILED", now_s() - begin);
   return failures == 0 ? 0 : 1;
 }

@@ -100,6 +100,13 @@ def test_a_process_that_is_missing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["late", "early", "leftover"])
+def test_a_ring_is_made_after_attempts_that_failed_on_some_processes(tmp_path, scenario):
+    for output in run(scenario, 2, 1, tmp_path):
+        assert "EXPECTED" in output and "DONE" in output
+
+
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_a_stream(tmp_path):
     first, last = run("killed", 2, 1, tmp_path)
     assert "EXPECTED to go on" in first and "EXPECTED to die" in last

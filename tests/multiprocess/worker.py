@@ -6,6 +6,7 @@ FOLDER, and leaves with 0. The problem is a function of the number of ranks only
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 import time
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import jax_streammoe as sm
+from jax_streammoe import ffi, symmetric
 from tests.helpers import oracle
 
 MODES = {
@@ -67,6 +69,20 @@ def place(problem: oracle.Problem, mesh: Mesh) -> list[jax.Array]:
     return [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i]) for a in (*problem.args, problem.dy)]
 
 
+def use(problem: oracle.Problem, mesh: Mesh, ring: sm.Ring) -> None:
+    """A call over all processes."""
+    jax.block_until_ready(program(layer_of(problem, mesh, "serial"), "serial")(*place(problem, mesh), ring))
+
+
+def wait_for(path: pathlib.Path) -> None:
+    """Another process says that it has come this far."""
+    for _ in range(400):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path.name} was never reached")
+
+
 def same(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
     """Forward and gradient in every mode; the ring is made twice, the second time for the same programs."""
     args, me = place(problem, mesh), jax.process_index()
@@ -95,20 +111,14 @@ def disagree(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
         text = str(error)
         assert "processes disagree" in text and "num_slots=2" in text and "num_slots=3" in text, text
         print("EXPECTED", text)
-    ring = ring_of(problem, mesh)  # and agrees the next time
-    jax.block_until_ready(program(layer_of(problem, mesh, "serial"), "serial")(*place(problem, mesh), ring))
+    use(problem, mesh, ring_of(problem, mesh))  # and agrees the next time
 
 
 def missing(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
     """The last process does not call make_ring."""
     last = jax.process_count() - 1
     if jax.process_index() == last:
-        done = folder / "done"
-        for _ in range(400):
-            if done.exists():
-                return
-            time.sleep(0.05)
-        raise AssertionError("the others never gave up")
+        return wait_for(folder / "done")
     begin = time.monotonic()
     try:
         ring_of(problem, mesh, timeout_s=2)
@@ -119,6 +129,61 @@ def missing(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
     else:
         raise AssertionError("a ring was made without a process")
     (folder / "done").touch()
+
+
+def fail(problem: oracle.Problem, mesh: Mesh, **options: object) -> str:
+    try:
+        ring_of(problem, mesh, **options)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("a ring was made by one process alone")
+
+
+def late(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    """The first process tries twice, alone, the last once, too late and alone; then both try again."""
+    last = jax.process_index() == 1
+    if last:
+        wait_for(folder / "gave-up")
+    for _ in range(1 if last else 2):
+        text = fail(problem, mesh, timeout_s=0.5)
+        assert f"process {0 if last else 1} did not call make_ring within 0.5 s" in text, text
+        print("EXPECTED", text)
+    (folder / ("late" if last else "gave-up")).touch()
+    wait_for(folder / "late")
+    use(problem, mesh, ring_of(problem, mesh, timeout_s=1e8))
+
+
+def early(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    """The last process raises after all agreed, the first waits in vain; then both try again, at their own time."""
+    if jax.process_index() == 1:
+        share = ffi.compiled.ring_share
+
+        def full(*args: object) -> None:
+            raise RuntimeError("no space left")
+
+        ffi.compiled.ring_share = full
+        text = fail(problem, mesh, timeout_s=2)
+        ffi.compiled.ring_share = share
+        assert text == "no space left"
+    else:
+        text = fail(problem, mesh, timeout_s=2)
+        assert "not all processes [0, 1] reached 'created' of make_ring within 2.0 s" in text, text
+    print("EXPECTED", text)
+    use(problem, mesh, ring_of(problem, mesh))
+
+
+def leftover(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    """A failed attempt could not delete its record, of another spec: the next one is not misled."""
+    if jax.process_index() == 1:
+        record = json.dumps({"offer": "0", "spec": "another", "seen": "0"})
+        symmetric.distributed_client().key_value_set("streammoe/ring-a%2Fb/offers/1", record)
+        (folder / "left").touch()
+        time.sleep(1)
+    wait_for(folder / "left")
+    use(problem, mesh, ring_of(problem, mesh, name="a/b"))
+    keys = symmetric.distributed_client().key_value_dir_get("streammoe/ring-a%2Fb/offers/")
+    assert f"/{jax.process_index()}" not in "".join(key for key, _ in keys), keys
+    print("EXPECTED")
 
 
 def killed(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
