@@ -173,9 +173,6 @@ NB_MODULE(_jax_streammoe, m) {
         nb::arg("intermediate"), nb::arg("num_experts"));
   m.def("default_threads", &cpu::default_threads);
   m.def("ring_layout", &layout_dict, nb::arg("shape"));
-  m.def(
-      "next_generation", [](const std::string& name) { return Registry::get().next_generation(name); },
-      nb::arg("name"));
   m.def("ring_create", &ring_create, nb::arg("name"), nb::arg("shape"), nb::arg("num_groups"), nb::arg("timeout_s"),
         nb::arg("members"));
   m.def("ring_share", &ring_share, nb::arg("name"), nb::arg("group"), nb::arg("rank"), nb::arg("segment"),

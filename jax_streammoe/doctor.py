@@ -36,10 +36,11 @@ def doctor() -> list[Finding]:
         Finding("FFI", True, f"built on {built[0]}.{built[1]}, jaxlib has {runtime[0]}.{runtime[1]}"),
         Finding("CPU backend", True, f"{ffi.compiled.default_threads()} cores for expert GEMMs, OpenBLAS"),
     ]
-    shm = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    findings.append(
-        Finding("several processes", shm > 0, f"{shm >> 20} MiB free in /dev/shm" if shm else "/dev/shm is missing")
-    )
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        findings.append(Finding("several processes", free > 0, f"{free >> 20} MiB free in /dev/shm"))
+    else:
+        findings.append(Finding("several processes", False, "/dev/shm is missing"))
     why = _why_no_cuda()
     kernels = "sm_90a kernels for the batch-ready bfloat16 forward; the rest in JAX"
     findings.append(Finding("CUDA backend", not why, why or kernels))
@@ -55,8 +56,8 @@ def _why_no_cuda() -> str:
     except OSError as error:
         return f"built with CUDA kernels, but {error}"
     if COMPUTE_CAPABILITY not in found:
-        wanted, got = ("{}.{}".format(*c) for c in (COMPUTE_CAPABILITY, max(found)))
-        return f"the kernels need a device of compute capability {wanted}, the best here has {got}"
+        wanted, *got = ("{}.{}".format(*c) for c in (COMPUTE_CAPABILITY, *found))
+        return f"the kernels need a device of compute capability {wanted}, found {', '.join(got)}"
     if not any("cuda" in plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")):
         return "JAX has no CUDA plugin: pip install 'jax[cuda13]'"
     return ""

@@ -5,9 +5,8 @@
 //   check_ids ids -> ids                              an error when one names no expert
 //   combine   rows, ids, weights -> y                 the owner's half
 //   backward  x, dy, ids, weights -> gradients per route, per weight and per expert tensor
-//   after     values, others -> values                available to the program once the others are: an ordering that
-//   XLA
-//                                                     keeps (it drops optimization_barrier before it schedules on CPU)
+//   after     values, others -> values                available to the program once the others are: XLA keeps this
+//                                                     order (it drops optimization_barrier before it schedules on CPU)
 //
 // Each: the library function is in cc/cpu, the implementation here reads buffers, the handler symbol binds them.
 #include "ffi/layer.h"

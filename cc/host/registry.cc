@@ -99,11 +99,6 @@ std::shared_ptr<Ring> Registry::find(const std::string& name) const {
   return it == rings_.end() ? nullptr : it->second;
 }
 
-int64_t Registry::next_generation(const std::string& name) {
-  std::lock_guard lock(mutex_);
-  return ++generations_[name];
-}
-
 bool Registry::close(const std::string& name) {
   std::shared_ptr<Ring> closed;
   {

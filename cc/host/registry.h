@@ -97,13 +97,10 @@ class Registry {
   std::shared_ptr<Ring> find(const std::string& name) const;
   // Forgets a ring. Calls that are running on it end with an error instead of waiting for ranks that find no ring.
   bool close(const std::string& name);
-  // 1, 2, ... per name: makes the names that processes agree on unique to one make_ring.
-  int64_t next_generation(const std::string& name);
 
  private:
   mutable std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Ring>> rings_;
-  std::map<std::string, int64_t> generations_;
 };
 
 }  // namespace streammoe
