@@ -20,7 +20,7 @@ from .config import MoEConfig, as_int
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
 
-# Said by every error about a ring whose memory is not where make_ring put it.
+# Said by check_program before a run; cc/ffi/decode.cc says the same of a ring whose memory moved at run time.
 RING_CAUSES = (
     "the ring was not donated (jax.jit(..., donate_argnames='ring')); it was donated but not returned; a "
     "closure captured it; it was copied (jax.tree.map, jnp.copy, pickle, a checkpoint restore, a NumPy or "

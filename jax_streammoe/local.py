@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from . import cuda, ffi, ops
 from .ops import Experts, LayerSpec
+from .varying import spec_axes
 
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
@@ -51,11 +52,7 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
         )
         return y.reshape(x.shape), expert_rows, counts
 
-    partitioned = _partitioned(call, spec, token_args=range(3), token_results=(True, False, False))
-
-    @custom_vmap
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        return partitioned(x, ids, weights, *experts)
+    run = custom_vmap(_partitioned(call, spec, token_args=range(3), token_results=(True, False, False)))
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
@@ -81,11 +78,8 @@ def _backward(spec: LayerSpec) -> Callable[..., tuple]:
         token, dx, d_weights, *d_experts = _on_platform(_backward_cpu, _backward_cuda, spec, token, *rows, *experts)
         return token, dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
 
-    partitioned = _partitioned(call, spec, token_args=range(1, 5), token_results=(None, True, True) + (False,) * 6)
-
-    @custom_vmap
-    def run(token: jax.Array, *args: jax.Array) -> tuple:
-        return partitioned(token, *args)
+    token_results = (None, True, True) + (False,) * 6
+    run = custom_vmap(_partitioned(call, spec, token_args=range(1, 5), token_results=token_results))
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
@@ -184,7 +178,7 @@ def _partitioned(
         """How the leading dimensions lie over the mesh."""
         leading = (_leading(args[n]) for n in token_args)
         parts = next((p for p in leading if any(part is not None for part in p)), P())
-        axes = _axes(parts)
+        axes = spec_axes(parts)
         if axes and spec.config.capacity is not None:
             raise ValueError(
                 f"moe: tokens are sharded over {axes} under plain jit, but capacity counts the tokens of all shards; "
@@ -217,7 +211,7 @@ def _partitioned(
         rows = token_spec(arg_shapes)
         arg_specs, result_specs = specs(rows, arg_shapes)
         on_mesh = functools.partial(NamedSharding, mesh)
-        return mesh, local_call(_axes(rows)), tuple(map(on_mesh, result_specs)), tuple(map(on_mesh, arg_specs))
+        return mesh, local_call(spec_axes(rows)), tuple(map(on_mesh, result_specs)), tuple(map(on_mesh, arg_specs))
 
     def rule(mesh: Any, args: Any, results: Any) -> str:
         # Only leading dimensions of tokens are shared by operands and results; every other one has a factor of its own.
@@ -246,7 +240,7 @@ def _partitioned(
             )
         # Shardings are in the types: the partitioner has no say, and custom_partitioning does not know them.
         rows = token_spec(types)
-        return jax.jit(functools.partial(_shard_map, local_call(_axes(rows)), mesh, *specs(rows, types)))(*args)
+        return jax.jit(functools.partial(_shard_map, local_call(spec_axes(rows)), mesh, *specs(rows, types)))(*args)
 
     return run
 
@@ -288,8 +282,3 @@ def _spec_of(array: Any) -> P:
 def _leading(array: Any) -> P:
     """The spec of all dimensions but the last one."""
     return P(*tuple(_spec_of(array))[: len(array.shape) - 1])
-
-
-def _axes(spec: P) -> tuple[str, ...]:
-    """All mesh axes of a spec."""
-    return tuple(a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part))

@@ -24,6 +24,7 @@ from . import api, checks, publish, stream
 from .config import MoEConfig
 from .ops import LayerSpec
 from .ring import Ring, RingRef, with_ring
+from .varying import part_axes, spec_axes
 
 TRANSPORTS = ("pull", "xla")
 
@@ -138,7 +139,8 @@ class ExpertParallel:
                 per_rank, x, token_args, route_args, w_gate_up, w_down, b_gate_up, b_down, ring, return_stats
             )
         tokens, weight, whole = self._token_spec(x), self.weight_spec, P()
-        valid = P(tuple(a for part in tokens for a in _axes(part))) if num_valid is not None else whole
+        token_axes = spec_axes(tokens)
+        valid = P(token_axes) if num_valid is not None else whole
         if num_valid is not None:
             self._check_num_valid(num_valid, valid)
 
@@ -148,7 +150,6 @@ class ExpertParallel:
             stats = stats._replace(**{n: getattr(stats, n).reshape(1) for n in stats._fields[1:]})
             return y.reshape(x_.shape), aux, stats, ring_
 
-        token_axes = tuple(a for part in tokens for a in _axes(part))
         others = tuple(a for a in token_axes if a not in self.axis_names)
         per_rank_stats = P(tuple(self.mesh.axis_names)) if ring is not None else P((*others, *self.axis_names))
         stats_spec = api.Stats._make([per_rank_stats] * len(api.Stats._fields))
@@ -181,7 +182,9 @@ class ExpertParallel:
 
         jaxlib 0.11 crashes on empty shard_map operands.
         """
-        sizes = [math.prod(self.mesh.shape[a] for a in _axes(part)) for part in tuple(self.token_spec)[: x.ndim - 1]]
+        sizes = [
+            math.prod(self.mesh.shape[a] for a in part_axes(part)) for part in tuple(self.token_spec)[: x.ndim - 1]
+        ]
         sizes += [1] * (x.ndim - 1 - len(sizes))
         leading = tuple(n or size for n, size in zip(x.shape, sizes, strict=False))
         x_, token_ = jax.tree.map(lambda a: jnp.zeros((*leading, *a.shape[x.ndim - 1 :]), a.dtype), (x, token_args))
@@ -205,15 +208,15 @@ class ExpertParallel:
     def _token_spec(self, x: jax.Array) -> P:
         parts = tuple(self.token_spec)[: x.ndim - 1]
         for dim, part in enumerate(parts):
-            size = math.prod(self.mesh.shape[a] for a in _axes(part))
+            size = math.prod(self.mesh.shape[a] for a in part_axes(part))
             if x.shape[dim] % size:
                 raise ValueError(
-                    f"x: dimension {dim} of {x.shape} must be a multiple of {size}, mesh axes {_axes(part)}"
+                    f"x: dimension {dim} of {x.shape} must be a multiple of {size}, mesh axes {part_axes(part)}"
                 )
         return P(*parts)
 
     def _check_num_valid(self, num_valid: Any, spec: P) -> None:
-        shards = math.prod(self.mesh.shape[a] for a in _axes(spec[0] if len(spec) else None))
+        shards = math.prod(self.mesh.shape[a] for a in part_axes(spec[0] if len(spec) else None))
         if getattr(num_valid, "shape", None) != (shards,):
             got = checks.describe(num_valid)
             raise ValueError(f"num_valid must be int32 of shape {(shards,)}, one count per token shard, got {got}")
@@ -267,14 +270,10 @@ def expert_parallel(
             raise ValueError(f"axis_name must be an axis of the mesh {tuple(mesh.axis_names)}, got {axis!r}")
     config.local_experts(math.prod(mesh.shape[a] for a in axis_names))
     spec = P(axis_names if len(axis_names) > 1 else axis_names[0]) if token_spec is None else token_spec
-    for axis in (a for part in spec for a in _axes(part)):
+    for axis in spec_axes(spec):
         if axis not in mesh.axis_names:
             raise ValueError(f"token_spec must name axes of the mesh {tuple(mesh.axis_names)}, got {axis!r}")
     return ExpertParallel(config, mesh, axis_names, spec, transport, check_vma)
-
-
-def _axes(part: Any) -> tuple[str, ...]:
-    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
 def _check_tokens_and_routes(x: Any, topk_ids: Any, topk_weights: Any, config: MoEConfig) -> None:

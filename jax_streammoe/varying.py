@@ -1,4 +1,4 @@
-"""Mesh axes that an array varies over inside jax.shard_map, as `check_vma` tracks them. A leaf: JAX only.
+"""Mesh axes: of a PartitionSpec, and those an array varies over inside jax.shard_map. A leaf: JAX only.
 
 Contract: outside of shard_map, and with check_vma=False, every array varies over nothing and the casts do nothing.
 """
@@ -9,6 +9,17 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec as P
+
+
+def part_axes(part: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec: None, a name, or a tuple of names."""
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def spec_axes(spec: P) -> tuple[str, ...]:
+    """Returns all mesh axes of a PartitionSpec, in order."""
+    return tuple(axis for part in spec for axis in part_axes(part))
 
 
 def varying(array: Any) -> frozenset[str]:

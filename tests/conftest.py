@@ -84,3 +84,20 @@ def mesh_of() -> Callable[..., Mesh]:
         return Mesh(np.array(devices[:num_ranks]), (axis_name,), axis_types=(axis_type,))
 
     return make
+
+
+@pytest.fixture
+def new_ring(request: pytest.FixtureRequest):
+    """`new_ring(config, **sizes)`: rings named after the test, closed at its end."""
+    import jax_streammoe as sm  # after the settings above
+
+    rings: list = []
+
+    def make(config, *, chunk_tokens=4, num_slots=2, **options):
+        name = f"{request.node.name}/{len(rings)}"
+        rings.append(sm.make_ring(config, chunk_tokens=chunk_tokens, num_slots=num_slots, name=name, **options))
+        return rings[-1]
+
+    yield make
+    for ring in rings:
+        sm.close_ring(ring)

@@ -18,18 +18,8 @@ from tests.helpers.layers import HOWS, assert_same_bits, check, run
 
 SIZES = {"T": 22, "H": 40, "I": 24, "E": 6, "K": 3, "block_m": 8}
 F32 = SIZES | {"dtype": jnp.float32}
-ACTIVATIONS = [
-    ("swiglu", None),
-    ("swiglu", 0.7),
-    ("swigluoai", None),
-    ("swigluoai", 0.7),
-    ("geglu", None),
-    ("silu", None),
-    ("gelu", None),
-    ("relu2", None),
-]
 each_how = pytest.mark.parametrize("how", HOWS)
-each_activation = pytest.mark.parametrize(("activation", "limit"), ACTIVATIONS)
+each_activation = pytest.mark.parametrize(("activation", "limit"), oracle.ACTIVATIONS)
 
 
 def zeros(*shape, dtype=np.float32):
@@ -258,7 +248,7 @@ def test_any_shape_and_routing(data):
         "T": draw(st.integers(0, 40)), "H": 8 * draw(st.integers(1, 6)), "I": 8 * draw(st.integers(1, 6)),
         "E": draw(st.integers(1, 9)), "K": draw(st.integers(1, 5)), "block_m": draw(st.sampled_from([8, 16, 40, 128])),
     }  # fmt: skip
-    activation, limit = draw(st.sampled_from(ACTIVATIONS))
+    activation, limit = draw(st.sampled_from(oracle.ACTIVATIONS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     problem = oracle.make_problem(
         rng, **sizes, dtype=jnp.float32, activation=activation, limit=limit, use_bias=draw(st.booleans()),

@@ -14,16 +14,6 @@ from jax_streammoe.reference import activate, reference
 from tests.helpers import oracle
 
 SIZES = {"T": 23, "H": 40, "I": 24, "E": 6, "K": 3}
-ACTIVATIONS = [
-    ("swiglu", None),
-    ("swiglu", 0.7),
-    ("swigluoai", None),
-    ("swigluoai", 0.7),
-    ("geglu", None),
-    ("silu", None),
-    ("gelu", None),
-    ("relu2", None),
-]
 pytestmark = pytest.mark.core
 
 
@@ -65,7 +55,7 @@ def check(problem, num_valid=None):
 
 @pytest.mark.parametrize(
     ("activation", "limit", "use_bias"),
-    [(*a, True) for a in ACTIVATIONS] + [("swiglu", 0.7, False), ("silu", None, False)],
+    [(*a, True) for a in oracle.ACTIVATIONS] + [("swiglu", 0.7, False), ("silu", None, False)],
 )
 def test_f32_value_and_gradients(rng, activation, limit, use_bias):
     problem = oracle.make_problem(
@@ -78,7 +68,7 @@ def test_f32_value_and_gradients(rng, activation, limit, use_bias):
 
 @pytest.mark.parametrize(
     ("activation", "limit", "dtype"),
-    [(*a, jnp.bfloat16) for a in ACTIVATIONS] + [("swiglu", None, jnp.float16)],
+    [(*a, jnp.bfloat16) for a in oracle.ACTIVATIONS] + [("swiglu", None, jnp.float16)],
 )
 def test_half_precision_value_and_gradients(rng, activation, limit, dtype):
     check(oracle.make_problem(rng, **SIZES, dtype=dtype, activation=activation, limit=limit, use_bias=True))
@@ -198,7 +188,7 @@ def test_backward_memory_does_not_grow_with_rows_times_experts(rng):
     assert temporary < 16 * p.x.nbytes  # one array [E, T, H] would be 32
 
 
-@pytest.mark.parametrize(("activation", "limit"), ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "limit"), oracle.ACTIVATIONS)
 def test_activate_matches_the_oracle_at_and_beyond_the_limit(activation, limit):
     cfg = MoEConfig(2, 1, 8, 8, activation=activation, limit=limit, dtype=jnp.float32)
     edge = cfg.limit or 3.0

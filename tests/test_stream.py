@@ -15,23 +15,8 @@ from jax import lax
 
 import jax_streammoe as sm
 from tests.helpers import oracle
-
-SIZES = dict(H=16, I=8, E=4, K=2, dtype=jnp.float32, block_m=8)
-GRADIENTS = ("x", "topk_weights", "w_gate_up", "w_down")
-
-
-@pytest.fixture
-def new_ring(request):
-    rings = []
-
-    def make(config, *, chunk_tokens=4, num_slots=2, **options):
-        name = f"{request.node.name}/{len(rings)}"
-        rings.append(sm.make_ring(config, chunk_tokens=chunk_tokens, num_slots=num_slots, name=name, **options))
-        return rings[-1]
-
-    yield make
-    for ring in rings:
-        sm.close_ring(ring)
+from tests.helpers.layers import assert_same_bits
+from tests.helpers.streams import SIZES, assert_gradients, batch, gradients_of
 
 
 def given_routes(x, ids, weights):
@@ -44,37 +29,6 @@ def stream(p, ring, **options):
     options = {"b_gate_up": p.b_gate_up, "b_down": p.b_down, "chunks": None} | options
     options |= {"config": p.config, "ring": ring, "token_args": (p.topk_ids, p.topk_weights)}
     return sm.stream_moe(p.x, given_routes, p.w_gate_up, p.w_down, **options)
-
-
-def batch(p, **options):
-    return jax.jit(functools.partial(sm.moe, **p.kwargs, **options))(*p.args)
-
-
-def assert_same_bits(got, want):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.dtype == want.dtype
-    bits = f"u{want.dtype.itemsize}"
-    np.testing.assert_array_equal(got.view(bits), want.view(bits))
-
-
-def assert_gradients(p, gradients, num_valid=None):
-    want = oracle.backward(p, num_valid)
-    for name, gradient in zip(GRADIENTS, gradients, strict=True):
-        oracle.assert_close(name, gradient, want[name], p.config.dtype, p.x.shape[0] * p.config.top_k + 32)
-
-
-def gradients_of(call, p, ring):
-    """Gradients of <y, dy> with respect to x, weights and experts, and the ring; `call(p, ring) -> y, ring`."""
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def gradients(args, ring):
-        def loss(args):
-            y, used = call(p.replace(**dict(zip(GRADIENTS, args, strict=True))), ring)
-            return jnp.vdot(y, p.dy), used
-
-        return jax.grad(loss, has_aux=True)(args)
-
-    return gradients(tuple(jnp.asarray(getattr(p, name)) for name in GRADIENTS), ring)
 
 
 @pytest.mark.core

@@ -19,34 +19,8 @@ from jax import lax
 import jax_streammoe as sm
 from jax_streammoe import waves
 from tests.helpers import oracle
-
-SIZES = dict(H=16, I=8, E=4, K=2, dtype=jnp.float32, block_m=8)
-GRADIENTS = ("x", "topk_weights", "w_gate_up", "w_down")
-
-
-@pytest.fixture
-def new_ring(request):
-    rings = []
-
-    def make(config, *, chunk_tokens=4, num_slots=2, **options):
-        name = f"{request.node.name}/{len(rings)}"
-        rings.append(sm.make_ring(config, chunk_tokens=chunk_tokens, num_slots=num_slots, name=name, **options))
-        return rings[-1]
-
-    yield make
-    for ring in rings:
-        sm.close_ring(ring)
-
-
-def batch(p, **options):
-    return jax.jit(functools.partial(sm.moe, **p.kwargs, **options))(*p.args)
-
-
-def assert_same_bits(got, want):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.dtype == want.dtype
-    bits = f"u{want.dtype.itemsize}"
-    np.testing.assert_array_equal(got.view(bits), want.view(bits))
+from tests.helpers.layers import assert_same_bits
+from tests.helpers.streams import SIZES, assert_gradients, batch, gradients_of
 
 
 def publish(s, p, half, chunk):
@@ -68,26 +42,6 @@ def by_hand(p, ring, order, **options):
 def in_order(num_chunks, *, route_first):
     halves = ("route", "layout") if route_first else ("layout", "route")
     return [(half, n) for n in range(num_chunks) for half in halves]
-
-
-def assert_gradients(p, gradients, num_valid=None):
-    want = oracle.backward(p, num_valid)
-    for name, gradient in zip(GRADIENTS, gradients, strict=True):
-        oracle.assert_close(name, gradient, want[name], p.config.dtype, p.x.shape[0] * p.config.top_k + 32)
-
-
-def gradients_of(call, p, ring):
-    """Gradients of <y, dy> with respect to x, weights and experts, and the ring; `call(p, ring) -> y, ring`."""
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def gradients(args, ring):
-        def loss(args):
-            y, used = call(p.replace(**dict(zip(GRADIENTS, args, strict=True))), ring)
-            return jnp.vdot(y, p.dy), used
-
-        return jax.grad(loss, has_aux=True)(args)
-
-    return gradients(tuple(jnp.asarray(getattr(p, name)) for name in GRADIENTS), ring)
 
 
 ORDERS = {

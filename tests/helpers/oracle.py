@@ -21,6 +21,19 @@ F64 = np.float64
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
+# Every activation, with and without a clamp where it takes one: (name, limit).
+ACTIVATIONS = [
+    ("swiglu", None),
+    ("swiglu", 0.7),
+    ("swigluoai", None),
+    ("swigluoai", 0.7),
+    ("geglu", None),
+    ("silu", None),
+    ("gelu", None),
+    ("relu2", None),
+]
+
+
 @dataclasses.dataclass
 class Problem:
     """One call's arrays in the dtypes the library takes, and the cotangent `dy`."""
