@@ -7,17 +7,19 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
 
+#include "cpu/stream.h"
 #include "cpu/threads.h"
 #ifdef STREAMMOE_WITH_CUDA
 #include "ffi/cuda_layer.h"
+#include "ffi/cuda_ring.h"
 #endif
 #include "ffi/layer.h"
 #include "ffi/ring.h"
 #include "host/events.h"
 #include "host/registry.h"
-#include "protocol/sequence.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -40,19 +42,22 @@ RingShape shape_from(const nb::dict& d) {
   RingShape s;
   s.num_ranks = get("num_ranks"), s.num_slots = get("num_slots"), s.chunk_tokens = get("chunk_tokens");
   s.hidden = get("hidden"), s.top_k = get("top_k"), s.itemsize = get("itemsize"), s.pool_tokens = get("pool_tokens");
+  s.num_experts = get("num_experts"), s.intermediate = get("intermediate");
   return s;
 }
 
 nb::dict layout_dict(const nb::dict& shape) {
   const RingLayout l = make_ring_layout(shape_from(shape));
   nb::dict d;
-  d["header"] = l.header, d["route_ready"] = l.route_ready, d["layout_ready"] = l.layout_ready;
+  d["header"] = l.header, d["call"] = l.call, d["peers"] = l.peers;
+  d["route_ready"] = l.route_ready, d["layout_ready"] = l.layout_ready;
   d["consumed"] = l.consumed, d["done"] = l.done, d["abort"] = l.abort, d["error"] = l.error;
   d["slots"] = l.slots, d["slot_stride"] = l.slot_stride, d["slot_x"] = l.slot_x, d["slot_x_scale"] = l.slot_x_scale;
   d["slot_topk_ids"] = l.slot_topk_ids, d["slot_topk_weights"] = l.slot_topk_weights;
   d["slot_route_descriptor"] = l.slot_route_descriptor, d["slot_layout_descriptor"] = l.slot_layout_descriptor;
   d["token_pool"] = l.token_pool, d["combine_rows"] = l.combine_rows, d["combine_ids"] = l.combine_ids;
-  d["combine_weights"] = l.combine_weights, d["combine_flags"] = l.combine_flags, d["total"] = l.total;
+  d["combine_weights"] = l.combine_weights, d["combine_flags"] = l.combine_flags, d["stats"] = l.stats;
+  d["computed"] = l.computed, d["plan"] = l.plan, d["activations"] = l.activations, d["total"] = l.total;
   return d;
 }
 
@@ -68,9 +73,11 @@ nb::dict handlers() {
 nb::dict cuda_handlers() {
   nb::dict d;
 #ifdef STREAMMOE_WITH_CUDA
-  for (const auto& handler : ffi_glue::cuda_layer_handlers()) {
-    if (!d.contains(handler.name)) d[handler.name] = nb::dict();
-    nb::cast<nb::dict>(d[handler.name])[handler.stage] = nb::capsule(handler.address, "xla._CUSTOM_CALL_TARGET");
+  for (const auto& table : {ffi_glue::cuda_layer_handlers(), ffi_glue::cuda_ring_handlers()}) {
+    for (const auto& handler : table) {
+      if (!d.contains(handler.name)) d[handler.name] = nb::dict();
+      nb::cast<nb::dict>(d[handler.name])[handler.stage] = nb::capsule(handler.address, "xla._CUSTOM_CALL_TARGET");
+    }
   }
 #endif
   return d;
@@ -86,6 +93,19 @@ int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, in
 #endif
 }
 
+std::shared_ptr<RankStream> make_cpu_stream(Ring* ring, int64_t group, int64_t rank) {
+  return std::make_shared<cpu::Stream>(ring, group, rank);
+}
+
+std::shared_ptr<RankStream> make_cuda_stream(Ring* ring, int64_t group, int64_t rank) {
+#ifdef STREAMMOE_WITH_CUDA
+  return ffi_glue::make_cuda_stream(ring, group, rank);
+#else
+  (void)ring, (void)group, (void)rank;
+  throw std::runtime_error("jax_streammoe was built without CUDA");
+#endif
+}
+
 // members: (device ordinal, group, rank) of the ranks that run in this process.
 void ring_create(const std::string& name, const nb::dict& shape, int64_t num_groups, double timeout_s,
                  const std::vector<std::vector<int64_t>>& members) {
@@ -93,7 +113,8 @@ void ring_create(const std::string& name, const nb::dict& shape, int64_t num_gro
   std::shared_ptr<Ring> ring;
   {
     nb::gil_scoped_release unlocked;  // a ring that is replaced may have to join its worker
-    ring = Registry::get().create(name, sizes, num_groups, timeout_s);
+    ring =
+        Registry::get().create(name, sizes, num_groups, timeout_s, sizes.on_gpu() ? make_cuda_stream : make_cpu_stream);
   }
   for (const auto& m : members) ring->add_member(m.at(0), m.at(1), m.at(2));
 }
@@ -106,30 +127,38 @@ void ring_share(const std::string& name, int64_t group, int64_t rank, const std:
   ring->keep(group, rank, std::move(memory));
 }
 
-// Control words of one rank as (name -> list), read with acquire; for inspect().
+// Control words of one rank as (name -> list); for inspect().
 nb::dict ring_words(const std::string& name, int64_t group, int64_t rank) {
   const auto ring = require(name);
-  const uint8_t* base = ring->base(group, rank);
-  if (base == nullptr) throw std::runtime_error("ring '" + name + "' has no memory for that rank in this process");
+  const RankStream* stream = ring->find_stream(group, rank);
+  if (stream == nullptr || ring->base(group, rank) == nullptr) {
+    throw std::runtime_error("ring '" + name + "' has no memory for that rank in this process");
+  }
+  std::vector<uint8_t> control;
+  check(stream->read_control(&control));
   const RingShape& s = ring->shape();
   const RingLayout& l = ring->layout();
+  const auto word = [&](int64_t offset) {
+    uint64_t value = 0;
+    std::memcpy(&value, control.data() + offset, sizeof(value));
+    return value;
+  };
   const auto table = [&](int64_t offset, int64_t slots) {
     std::vector<std::vector<uint64_t>> words;
     for (int64_t r = 0; r < s.num_ranks; ++r) {
       auto& row = words.emplace_back();
-      for (int64_t i = 0; i < slots; ++i) {
-        row.push_back(load_acquire(reinterpret_cast<const uint64_t*>(base + l.word(offset, r, i, slots))));
-      }
+      for (int64_t i = 0; i < slots; ++i) row.push_back(word(l.word(offset, r, i, slots)));
     }
     return words;
   };
-  const auto* header = reinterpret_cast<const RingHeader*>(base + l.header);
+  RingHeader header;
+  std::memcpy(&header, control.data() + l.header, sizeof(header));
   nb::dict d;
-  d["sequence_base"] = header->sequence_base, d["call_number"] = header->call_number;
-  d["macro_number"] = header->macro_number;
+  d["sequence_base"] = header.sequence_base, d["call_number"] = header.call_number;
+  d["macro_number"] = header.macro_number;
   d["route_ready"] = table(l.route_ready, s.num_slots), d["layout_ready"] = table(l.layout_ready, s.num_slots);
   d["consumed"] = table(l.consumed, s.num_slots), d["done"] = table(l.done, 1), d["abort"] = table(l.abort, 1);
-  d["error"] = std::string(reinterpret_cast<const char*>(base + l.error));
+  d["error"] = std::string(reinterpret_cast<const char*>(control.data() + l.error));
   return d;
 }
 
@@ -183,7 +212,14 @@ NB_MODULE(_jax_streammoe, m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def("ring_exists", [](const std::string& name) { return Registry::get().find(name) != nullptr; }, nb::arg("name"));
   m.def("ring_members", [](const std::string& name) { return require(name)->local_ranks(); }, nb::arg("name"));
-  m.def("ring_failure", [](const std::string& name) { return require(name)->failure(); }, nb::arg("name"));
+  m.def(
+      "ring_failure",
+      [](const std::string& name) {
+        const auto ring = require(name);
+        ring->poll();
+        return ring->failure();
+      },
+      nb::arg("name"));
   m.def("ring_words", &ring_words, nb::arg("name"), nb::arg("group"), nb::arg("rank"));
   m.def("timeline_start", [] { Timeline::get().start(); });
   m.def("timeline_stop", &timeline_stop);

@@ -7,9 +7,18 @@ from . import doctor as _doctor
 from . import testing, trace
 from .api import Stats, checkpoint_policy, moe
 from .config import MoEConfig
+from .external import include_dir, ring_attributes
 from .inspection import RingState, check_program, inspect
 from .layout import ring_bytes
-from .publish import Stream, StreamInfo, close_stream, open_stream, publish_layout, publish_route
+from .publish import (
+    Stream,
+    StreamInfo,
+    close_stream,
+    open_stream,
+    publish_external,
+    publish_layout,
+    publish_route,
+)
 from .reference import reference
 from .ring import Ring, RingRef, RingSpec, after, close_ring, make_ring
 from .routing import Routed, load_balance_loss, route_topk
@@ -38,14 +47,17 @@ __all__ = [
     "close_stream",
     "doctor",
     "expert_parallel",
+    "include_dir",
     "inspect",
     "load_balance_loss",
     "make_ring",
     "moe",
     "open_stream",
+    "publish_external",
     "publish_layout",
     "publish_route",
     "reference",
+    "ring_attributes",
     "ring_bytes",
     "route_topk",
     "stream_moe",

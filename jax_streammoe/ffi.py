@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax import lax
 
 from .config import MoEConfig
 from .waves import ChunkPlan
@@ -123,11 +124,15 @@ def call(
     name: str, results: Any, *operands: jax.Array, attributes: dict[str, Any], aliases: dict[int, int] | None = None,
     side_effect: bool = False,
 ) -> Any:  # fmt: skip
-    """Calls handler `name`; `aliases` maps operands to the results that share their memory."""
+    """Calls handler `name`; `aliases` maps operands to the results that share their memory.
+
+    The barrier keeps XLA:GPU from folding an update of a larger array (the stacked results of a scan) into the call: it
+    would then make the call twice, or write a result elsewhere than its alias. XLA:CPU has no such fusion and drops it.
+    """
     function = jax.ffi.ffi_call(
         target(name), results, has_side_effect=side_effect, input_output_aliases=aliases, vmap_method=None
     )
-    return function(*operands, **attributes)
+    return lax.optimization_barrier(function(*operands, **attributes))
 
 
 def absent(reference: jax.Array) -> jax.Array:

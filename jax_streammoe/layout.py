@@ -15,11 +15,15 @@ from .config import MoEConfig, at_least
 LINE_BYTES = 128
 ERROR_BYTES = 512
 SCALE_COLUMNS = 128
+ROW_BLOCK = 128  # rows of an expert that a CUDA kernel works on together
 
 
 @dataclasses.dataclass(frozen=True)
 class RingShape:
-    """What the size of a ring depends on: R, S, C, H, K, bytes of one activation element, and P pool rows."""
+    """What the size of a ring depends on: R, S, C, H, K, bytes of one activation element, and P pool rows.
+
+    On a GPU also L and I: the kernels' tables and activations lie in the ring, and payload by token, not in slots.
+    """
 
     num_ranks: int
     num_slots: int
@@ -28,15 +32,29 @@ class RingShape:
     top_k: int
     itemsize: int
     pool_tokens: int
+    num_experts: int = 0
+    intermediate: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, at_least(field.name, getattr(self, field.name), 1))
+            least = 0 if field.name in ("num_experts", "intermediate") else 1
+            object.__setattr__(self, field.name, at_least(field.name, getattr(self, field.name), least))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the experts of the ring are CUDA kernels."""
+        return self.num_experts > 0
 
 
 def align_line(num_bytes: int) -> int:
     """Returns `num_bytes` rounded up to a 128-byte line."""
     return -(-num_bytes // LINE_BYTES) * LINE_BYTES
+
+
+def most_row_blocks(pairs: int, experts: int) -> int:
+    """Returns the blocks of 128 rows that `pairs` routes to `experts` experts can fill, each one's last being
+    partial."""
+    return max(1, (pairs + min(pairs, experts) * (ROW_BLOCK - 1)) // ROW_BLOCK)
 
 
 def ring_layout(shape: RingShape) -> dict[str, int]:
@@ -49,18 +67,21 @@ def ring_layout(shape: RingShape) -> dict[str, int]:
     macro_tokens = shape.num_slots * shape.chunk_tokens
     row = shape.hidden * shape.itemsize
     scales = -(-shape.hidden // SCALE_COLUMNS)
+    slot_tokens = 0 if shape.on_gpu else shape.chunk_tokens
     slot, slot_stride = _stack(
         0,
-        slot_x=align_line(shape.chunk_tokens * row),
-        slot_x_scale=align_line(shape.chunk_tokens * scales * 4),
-        slot_topk_ids=align_line(shape.chunk_tokens * shape.top_k * 4),
-        slot_topk_weights=align_line(shape.chunk_tokens * shape.top_k * 4),
+        slot_x=align_line(slot_tokens * row),
+        slot_x_scale=align_line(slot_tokens * scales * 4),
+        slot_topk_ids=align_line(slot_tokens * shape.top_k * 4),
+        slot_topk_weights=align_line(slot_tokens * shape.top_k * 4),
         slot_route_descriptor=LINE_BYTES,
         slot_layout_descriptor=LINE_BYTES,
     )
     control, slots = _stack(
         0,
         header=LINE_BYTES,
+        call=LINE_BYTES,
+        peers=align_line(shape.num_ranks * 8) if shape.on_gpu else 0,
         route_ready=words,
         layout_ready=words,
         consumed=words,
@@ -75,8 +96,23 @@ def ring_layout(shape: RingShape) -> dict[str, int]:
         combine_ids=align_line(macro_tokens * shape.top_k * 4),
         combine_weights=align_line(macro_tokens * shape.top_k * 4),
         combine_flags=align_line(macro_tokens * shape.top_k),
+        **_work(shape),
     )
     return {**control, "slots": slots, "slot_stride": slot_stride, **slot, **pool, "total": total}
+
+
+def _work(shape: RingShape) -> dict[str, int]:
+    """Bytes of what the kernels of a GPU keep in the ring; nothing on the host."""
+    if not shape.on_gpu:
+        return dict(stats=0, computed=0, plan=0, activations=0)
+    experts = shape.num_experts
+    blocks = most_row_blocks(shape.num_ranks * shape.num_slots * shape.chunk_tokens * shape.top_k, experts)
+    return dict(
+        stats=align_line((experts + 3) * 4),
+        computed=align_line(2 * experts * 4),
+        plan=align_line(blocks * (ROW_BLOCK * 4 + 16) + 130 * (experts + 1) * 4 + 4096),
+        activations=align_line(blocks * ROW_BLOCK * shape.intermediate * shape.itemsize),
+    )
 
 
 def default_pool_tokens(*, num_ranks: int, num_slots: int, chunk_tokens: int) -> int:
@@ -86,9 +122,11 @@ def default_pool_tokens(*, num_ranks: int, num_slots: int, chunk_tokens: int) ->
 
 
 def ring_shape(
-    config: MoEConfig, *, chunk_tokens: int, num_slots: int, num_ranks: int, pool_tokens: int | None = None
-) -> RingShape:
+    config: MoEConfig, *, chunk_tokens: int, num_slots: int, num_ranks: int, pool_tokens: int | None = None,
+    platform: str = "cpu",
+) -> RingShape:  # fmt: skip
     """Returns the RingShape of `config`; `pool_tokens=None` is the dropless worst case R*S*C."""
+    on_gpu = platform == "cuda"
     if pool_tokens is None:  # sizes are validated by RingShape, also when their product is not an int
         pool_tokens = default_pool_tokens(num_ranks=num_ranks, num_slots=num_slots, chunk_tokens=chunk_tokens)
     return RingShape(
@@ -99,21 +137,27 @@ def ring_shape(
         top_k=config.top_k,
         itemsize=config.itemsize,
         pool_tokens=pool_tokens,
+        num_experts=config.local_experts(num_ranks) if on_gpu else 0,
+        intermediate=config.intermediate if on_gpu else 0,
     )
 
 
 def ring_bytes(
-    config: MoEConfig, *, chunk_tokens: int, num_slots: int, num_ranks: int, pool_tokens: int | None = None
-) -> int:
+    config: MoEConfig, *, chunk_tokens: int, num_slots: int, num_ranks: int, pool_tokens: int | None = None,
+    platform: str = "cpu",
+) -> int:  # fmt: skip
     """Returns the bytes of one rank's ring, which depend on S*C and not on the tokens of a call.
 
-    About `S*C * H * itemsize * (1 + R + K)`: slots, the pool of waiting tokens and the combine rows.
-    Arguments as in `make_ring`; `pool_tokens` is the token rows the rank can hold for its experts, by default
-    the dropless worst case R*S*C. Raises ValueError or TypeError naming a size that is not a positive int.
+    On the CPU about `S*C * H * itemsize * (1 + R + K)`: slots, the pool of waiting tokens and the combine rows. With
+    platform="cuda" `S*C * itemsize * (H * (R + K) + R * K * I)`, and a block of 128 rows of I for each local expert:
+    the token pool, the combine rows and the activations. Arguments as in `make_ring`; `pool_tokens` is the token rows
+    the rank can hold for its experts, by default the dropless worst case R*S*C. Raises ValueError or TypeError naming a
+    size that is not a positive int.
     """
     shape = ring_shape(
-        config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens
-    )
+        config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens,
+        platform=platform,
+    )  # fmt: skip
     return ring_layout(shape)["total"]
 
 

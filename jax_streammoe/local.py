@@ -63,7 +63,7 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
             a if b else jnp.broadcast_to(a[None], (size, *a.shape)) for a, b in zip(args[:3], batched, strict=False)
         ]
         y, _, _ = run(*tokens, *experts)
-        rows, counts = jax.vmap(functools.partial(_count, spec))(tokens[1])
+        rows, counts = jax.vmap(functools.partial(cuda.count_routes, spec))(tokens[1])
         return (y, rows, counts), (True,) * 3
 
     return run
@@ -101,7 +101,7 @@ def _forward_cpu(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Arr
 
 
 def _forward_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-    return cuda.forward(spec, x, ids, weights, experts), *_count(spec, ids)  # type: ignore[arg-type]
+    return cuda.forward(spec, x, ids, weights, experts), *cuda.count_routes(spec, ids)  # type: ignore[arg-type]
 
 
 def _backward_cpu(
@@ -149,18 +149,6 @@ def _walk(run: Callable[..., Any], batched: Sequence[bool], args: Sequence[jax.A
         return run(*(next(rest) if b else a for a, b in zip(args, batched, strict=True)))
 
     return lax.map(one, mapped)
-
-
-def _count(spec: LayerSpec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Statistics of ids [..., K] as the CPU handler counts them."""
-    valid = _owned(spec, ids)
-    experts = jnp.arange(spec.num_local_experts, dtype=jnp.int32).reshape(*(1,) * ids.ndim, -1)
-    # A comparison and not a scatter: JAX's scatter does not know Explicit axes.
-    rows = jnp.sum(valid[..., None] == experts, axis=tuple(range(ids.ndim)), dtype=jnp.int32)
-    masked = jnp.sum(ids == -1, dtype=jnp.int32)
-    invalid = jnp.sum(valid < 0, dtype=jnp.int32) - masked
-    kept = rows if spec.config.capacity is None else jnp.minimum(rows, spec.config.capacity)
-    return kept, jnp.stack([jnp.sum(rows - kept, dtype=jnp.int32), invalid, masked])
 
 
 def _partitioned(

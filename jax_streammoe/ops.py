@@ -137,24 +137,33 @@ def open_stream(spec: StreamSpec, mem: jax.Array, experts: Experts) -> tuple[jax
 
 
 def publish_route(
-    spec: StreamSpec, mem: jax.Array, y: jax.Array, chunk: jax.Array, ids: jax.Array, weights: jax.Array
+    spec: StreamSpec, mem: jax.Array, y: jax.Array, chunk: int | jax.Array, ids: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Publishes ids and weights [c, K] of a chunk -> mem, y."""
+    attributes = {"ring": spec.layer.ring, "static_chunk": _static_chunk(chunk)}
     mem, y = ffi.call(
-        "publish_route", _stream_state(mem, y), mem, y, chunk, ids, weights, attributes={"ring": spec.layer.ring},
+        "publish_route", _stream_state(mem, y), mem, y, _operand(chunk), ids, weights, attributes=attributes,
         aliases={0: 0, 1: 1},
     )  # fmt: skip
     return mem, y
 
 
 def publish_layout(
-    spec: StreamSpec, mem: jax.Array, y: jax.Array, chunk: jax.Array, x: jax.Array
+    spec: StreamSpec, mem: jax.Array, y: jax.Array, chunk: int | jax.Array, x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Publishes the tokens [c, H] of a chunk -> mem, y."""
+    attributes = {"ring": spec.layer.ring, "static_chunk": _static_chunk(chunk)}
     mem, y = ffi.call(
-        "publish_layout", _stream_state(mem, y), mem, y, chunk, x, attributes={"ring": spec.layer.ring},
+        "publish_layout", _stream_state(mem, y), mem, y, _operand(chunk), x, attributes=attributes,
         aliases={0: 0, 1: 1},
     )  # fmt: skip
+    return mem, y
+
+
+def publish_external(spec: StreamSpec, mem: jax.Array, y: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Notes that a kernel of the caller's has published both halves of a chunk -> mem, y."""
+    attributes = {"ring": spec.layer.ring, "static_chunk": _static_chunk(chunk)}
+    mem, y = ffi.call("publish_external", _stream_state(mem, y), mem, y, attributes=attributes, aliases={0: 0, 1: 1})
     return mem, y
 
 
@@ -187,3 +196,12 @@ def _stream_state(mem: jax.Array, y: jax.Array) -> tuple[Any, Any]:
 def as_chunk(chunk: Any) -> jax.Array:
     """A chunk index as the int32 scalar operand of the publish handlers."""
     return jnp.asarray(chunk, jnp.int32)
+
+
+def _operand(chunk: int | jax.Array) -> jax.Array:
+    return as_chunk(chunk) if isinstance(chunk, int) else chunk
+
+
+def _static_chunk(chunk: Any) -> np.int64:
+    """The index as far as the host knows it: -1 when it is traced. A GPU's handlers cannot read the operand."""
+    return np.int64(chunk if isinstance(chunk, int) else -1)

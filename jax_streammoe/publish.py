@@ -107,8 +107,9 @@ def publish_route(stream: Stream, chunk: Any, topk_ids: jax.Array, topk_weights:
     start = _first_token(stream, chunk)
     ids, weights = api.prepare_routes(topk_ids, topk_weights, config, stream.num_valid, start)
     ids, weights = vary_together((ids, weights), stream.mem)
-    index, operand = ops.as_chunk(chunk), lax.stop_gradient(weights)
-    mem, y = ops.publish_route(stream.spec, no_vmap(stream.mem, index, ids, operand), stream.y, index, ids, operand)
+    operand = lax.stop_gradient(weights)
+    mem = no_vmap(stream.mem, ops.as_chunk(chunk), ids, operand)
+    mem, y = ops.publish_route(stream.spec, mem, stream.y, chunk, ids, operand)
     routes = (
         stream.routes | {chunk: (ids, weights) if stream.record else ()} if isinstance(chunk, int) else stream.routes
     )
@@ -128,10 +129,37 @@ def publish_layout(stream: Stream, chunk: Any, x: jax.Array, x_scale: jax.Array 
     if x.shape != (rows, stream.spec.layer.config.hidden):
         raise ValueError(f"x_c must have shape {(rows, stream.spec.layer.config.hidden)}, got {x.shape}")
     x = vary_together(x, stream.mem)
-    index, operand = ops.as_chunk(chunk), lax.stop_gradient(x)
-    mem, y = ops.publish_layout(stream.spec, no_vmap(stream.mem, index, operand), stream.y, index, operand)
+    operand = lax.stop_gradient(x)
+    mem = no_vmap(stream.mem, ops.as_chunk(chunk), operand)
+    mem, y = ops.publish_layout(stream.spec, mem, stream.y, chunk, operand)
     layouts = stream.layouts | {chunk: x if stream.record else ()} if isinstance(chunk, int) else stream.layouts
     return dataclasses.replace(stream, mem=mem, y=y, layouts=layouts, marks=_mark(stream, TOKENS, x))
+
+
+def publish_external(stream: Stream, chunk: int, mem: jax.Array) -> Stream:
+    """Takes over a chunk whose both halves a CUDA kernel of yours has published on the device.
+
+    The kernel's handler had `stream.mem` as an operand, wrote the chunk's payload where protocol/publish.cuh says
+    (`include_dir()`), published both halves, and returned the ring in place: `mem` [1, bytes] uint8. Open the stream
+    with record=False and give close_stream the whole arrays if a gradient is wanted; the library cannot see what was
+    published. A published half that never arrives ends the call at the ring's deadline.
+
+    Raises ValueError for a chunk that is out of order (as publish_route), a stream that records, or a ring on the CPU;
+    TypeError when `mem` is not a ring's.
+    """
+    if stream.ring.spec.platform != "cuda":
+        raise ValueError("publish_external needs a ring on a GPU: its device header is for CUDA kernels")
+    if stream.record:
+        raise ValueError("publish_external: nothing can be recorded, open the stream with record=False")
+    if getattr(mem, "shape", None) != stream.mem.shape or getattr(mem, "dtype", None) != stream.mem.dtype:
+        raise TypeError(f"mem must be the ring's memory, {stream.mem.shape} uint8, got {checks.describe(mem)}")
+    chunk = as_int("chunk", chunk)
+    _check_chunk(stream, chunk, "publish_external", stream.routes, stream.layouts)
+    if chunk in stream.layouts:
+        raise ValueError(f"publish_external: the layout of chunk {chunk} is published already")
+    mem, y = ops.publish_external(stream.spec, mem, stream.y, chunk)
+    routes, layouts = stream.routes | {chunk: ()}, stream.layouts | {chunk: ()}
+    return dataclasses.replace(stream, mem=mem, y=y, routes=routes, layouts=layouts)
 
 
 def close_stream(
@@ -259,7 +287,7 @@ def plan_stream(
 ) -> StreamSpec:  # fmt: skip
     """The static half of a call on a ring: its chunks and waves, from the plan that all ranks compute alike."""
     checks.check_choice("schedule", schedule, waves.SCHEDULES)
-    cost = waves.CPU(config.block_m)
+    cost = waves.H200 if ring.platform == "cuda" else waves.CPU(config.block_m)
     if max_waves is not None:
         cost = dataclasses.replace(cost, max_waves=max_waves)
     plan = waves.plan_chunks(
@@ -272,8 +300,8 @@ def plan_stream(
 
 
 def _chunk_index(chunk: Any) -> Any:
-    """A chunk index as a Python int, or the tracer it is."""
-    return chunk if isinstance(chunk, jax.core.Tracer) else as_int("chunk", chunk)
+    """A chunk index as a Python int, or the traced int32 it is."""
+    return ops.as_chunk(chunk) if isinstance(chunk, jax.core.Tracer) else as_int("chunk", chunk)
 
 
 def _check_chunk(stream: Stream, chunk: Any, what: str, mine: dict, other: dict) -> int:

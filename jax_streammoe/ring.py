@@ -22,7 +22,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from . import checks, ffi, ops, symmetric
+from . import checks, cuda, ffi, ops, symmetric
 from .config import MoEConfig, at_least
 from .layout import RingShape, ring_layout, ring_shape
 
@@ -36,7 +36,7 @@ class RingSpec:
 
     `axis_names` are the mesh axes of the ranks (R = product of their sizes), `mesh_axes` all axes with their sizes;
     both are empty for a ring of one device. `threads`: CPU threads of one rank's expert work. `shared`: ranks live in
-    several processes and exchange through shared memory.
+    several processes and exchange through shared memory. `platform`: "cpu" or "cuda".
     """
 
     name: str
@@ -46,6 +46,7 @@ class RingSpec:
     mesh_axes: tuple[tuple[str, int], ...]
     threads: int
     shared: bool
+    platform: str = "cpu"
 
     @property
     def num_ranks(self) -> int:
@@ -210,7 +211,8 @@ def make_ring(
         computes partial blocks when it is full.
       threads: CPU threads of one rank's expert work; by default the cores divided by the ranks of this process.
 
-    Returns a Ring of `ring_bytes(...)` bytes per rank (in shared memory when several processes take part).
+    Returns a Ring of `ring_bytes(...)` bytes per rank (in shared memory when several processes take part). On a GPU the
+    ring takes bfloat16 and float16 layers, loads every kernel, and is for one device.
 
     Raises TypeError for an argument of another kind, ValueError for sizes, axes, devices or a config that do not fit,
     RuntimeError when processes disagree or one is missing; all may then call it again.
@@ -222,12 +224,19 @@ def make_ring(
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise ValueError("make_ring is called outside of jit: it allocates the memory that programs then share")
-    members, num_groups, num_ranks = _members(mesh, axis_names)
+    devices, num_groups, num_ranks = _devices(mesh, axis_names)
     config.local_experts(num_ranks)
+    members = [_member(device, n // num_ranks, n % num_ranks) for n, device in enumerate(devices)]
+    platform = "cuda" if devices[0].platform == "gpu" else "cpu"
+    if platform == "cuda":
+        cuda.check_ring(config, devices)
     shape = ring_shape(
-        config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens
-    )
+        config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens,
+        platform=platform,
+    )  # fmt: skip
     most = num_ranks * num_slots * chunk_tokens
+    if platform == "cuda" and shape.pool_tokens != most:
+        raise ValueError(f"pool_tokens must be {most} (R*S*C) on a GPU, got {shape.pool_tokens}: leave it out")
     if not num_ranks * chunk_tokens <= shape.pool_tokens <= most:
         raise ValueError(
             f"pool_tokens must be in {num_ranks * chunk_tokens}..{most} (R*C..R*S*C), got {shape.pool_tokens}"
@@ -244,7 +253,7 @@ def make_ring(
         name=name, config=config, shape=shape, axis_names=axis_names if mesh is not None else (),
         mesh_axes=tuple(mesh.shape.items()) if mesh is not None else (),
         threads=per_rank if threads is None else at_least("threads", threads, 1),
-        shared=len({m.process for m in members}) > 1,
+        shared=len({m.process for m in members}) > 1, platform=platform,
     )  # fmt: skip
     ffi.compiled.ring_create(
         name, dataclasses.asdict(shape), num_groups, float(timeout_s), [[m.ordinal, m.group, m.rank] for m in local]
@@ -267,13 +276,13 @@ def close_ring(ring: Ring | RingRef | str) -> bool:
     return bool(ffi.compiled.ring_close(ring if isinstance(ring, str) else ring.name))
 
 
-def _members(mesh: Mesh | None, axis_names: tuple[str, ...]) -> tuple[list[symmetric.Member], int, int]:
-    """Every rank of every group, the number of groups, and R."""
+def _devices(mesh: Mesh | None, axis_names: tuple[str, ...]) -> tuple[list[jax.Device], int, int]:
+    """The device of every rank, group after group, the number of groups, and R."""
     if mesh is None:
         device = jax.config.jax_default_device
         if device is None or isinstance(device, str):  # the name of a platform; None is the default one
             device = jax.local_devices(backend=device)[0]
-        return [_member(device, 0, 0)], 1, 1
+        return [device], 1, 1
     for axis in axis_names:
         if axis not in mesh.axis_names:
             raise ValueError(f"axis_name must be an axis of the mesh {tuple(mesh.axis_names)}, got {axis!r}")
@@ -282,15 +291,16 @@ def _members(mesh: Mesh | None, axis_names: tuple[str, ...]) -> tuple[list[symme
     others = [a for a in mesh.axis_names if a not in axis_names]
     order = [mesh.axis_names.index(a) for a in (*others, *axis_names)]
     num_ranks = math.prod(mesh.shape[a] for a in axis_names)
-    grid = np.transpose(mesh.devices, order).reshape(-1, num_ranks)
-    members = [_member(device, group, rank) for group, row in enumerate(grid) for rank, device in enumerate(row)]
-    return members, grid.shape[0], num_ranks
+    devices = list(np.transpose(mesh.devices, order).reshape(-1))
+    return devices, len(devices) // num_ranks, num_ranks
 
 
 def _member(device: jax.Device, group: int, rank: int) -> symmetric.Member:
-    if device.platform != "cpu":
-        raise ValueError(f"rings run on CPU devices only in this version, got {device}")
-    return symmetric.Member(device.id, group, rank, device.process_index)
+    if device.platform not in ("cpu", "gpu"):
+        raise ValueError(f"rings run on CPU and CUDA devices, got {device}")
+    # XLA's device ordinal is the global id on CPUs and the local one on GPUs.
+    ordinal = device.local_hardware_id if device.platform == "gpu" else device.id
+    return symmetric.Member(ordinal, group, rank, device.process_index)
 
 
 def _allocate(spec: RingSpec, mesh: Mesh | None) -> Ring:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import api, checks, exchange, local, ops, vjp
+from . import api, checks, cuda, exchange, local, ops, vjp
 from .config import MoEConfig
 from .ops import Experts, LayerSpec, StreamSpec
 from .publish import (
@@ -90,9 +90,13 @@ def _ring_stream(
         if start == stop and x.shape[0]:
             stream = _publish_empty(stream, chunk)
             continue
+        # The next chunk is routed after the last one is published and before the stream is closed.
+        in_turn = spec.overlap and chunk > 0
+        if in_turn and ring.spec.platform == "cuda":
+            (x, token_args), mem = _in_turn((x, token_args), stream.mem)
+            stream = dataclasses.replace(stream, mem=mem)
         x_c, args_c = jax.tree.map(lambda a, b=start, e=stop: a[b:e], (x, token_args))
-        if spec.overlap and chunk:
-            # The next chunk is routed after the last one is published and before the stream is closed.
+        if in_turn and ring.spec.platform != "cuda":
             x_c = _sequence(x_c, _published(stream.mem))
         routed = _route(route, x_c, args_c, route_args, spec.layer.config)
         stream = publish_layout(stream, chunk, x_c if routed.x is None else routed.x)
@@ -131,7 +135,8 @@ def forward_on_ring(spec: StreamSpec, prepared: api.Prepared, ring: Ring | RingR
     def run(args: api.Prepared, ring: Ring) -> tuple:
         args = vary_together(args, ring.mem)
         operands = lax.stop_gradient(args)
-        mem, y, expert_rows, counts = ops.ring_forward(spec, no_vmap(ring.mem, *operands), *operands)
+        forward = cuda.ring_forward if ring.spec.platform == "cuda" else ops.ring_forward
+        mem, y, expert_rows, counts = forward(spec, no_vmap(ring.mem, *operands), *operands)
         gradient = gradient_spec(ring.spec, spec.layer)
         y, token = vjp.attach(gradient, api.named_y(y), *args, ring.token)
         return y, expert_rows, counts, dataclasses.replace(ring, mem=mem, token=token)
@@ -221,6 +226,20 @@ def _published(mem: jax.Array) -> jax.Array:
     ring.
     """
     return api.named_y(ops.after((vary_together(jnp.zeros((), jnp.float32), mem),), (mem,))[0])
+
+
+@jax.custom_jvp
+def _in_turn(values: Any, mem: jax.Array) -> tuple[Any, jax.Array]:
+    """`values`, available to the program only after `mem`, without a copy: XLA:GPU schedules by barriers.
+
+    Both must be used further on: XLA drops what is not, and the order with it.
+    """
+    return lax.optimization_barrier((values, mem))
+
+
+@_in_turn.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _in_turn(*primals), tangents
 
 
 @jax.custom_jvp

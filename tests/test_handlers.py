@@ -198,6 +198,7 @@ REFUSED_ON_A_RING = {
     "route: weights": (changed_call(route=(IDS[:4], IDS[:4])), "topk_weights must have 8 of type F32, got 8 S32"),
     "route: chunk": (changed_call(index=jnp.int8(0)), "chunk must have 1 of type S32, got 1 S8"),
     "layout: x": (changed_call(x=X[:3]), "x must have 64 of type F32, got 48 F32"),
+    "layout: type of x": (changed_call(x=X[:4].astype(jnp.bfloat16)), "x must have 64 of type F32, got 64 BF16"),
     "y of an open stream": (changed_call(y=zeros(5, H)), "y must have 96 of type F32, got 80 F32"),
     "moved experts": (
         changed_call(closing=with_experts(down=zeros(E, I, H) + 1)), "XLA moved the experts while the stream was open",

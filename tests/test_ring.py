@@ -112,14 +112,14 @@ def test_a_ring_name_is_a_string():
 
 
 class OtherDevice:
-    platform, id, process_index = "gpu", 0, 0
+    platform, id, process_index = "tpu", 0, 0
 
     def __str__(self):
-        return "cuda:0"
+        return "tpu:0"
 
 
 def test_a_ring_of_other_devices_is_refused(name, monkeypatch):
-    text = "^rings run on CPU devices only in this version, got cuda:0$"
+    text = "^rings run on CPU and CUDA devices, got tpu:0$"
     grid = np.array([jax.devices()[0], OtherDevice()])
     with pytest.raises(ValueError, match=text):
         sm.make_ring(CONFIG, mesh=types.SimpleNamespace(axis_names=("ep",), shape={"ep": 2}, devices=grid), **SMALL)

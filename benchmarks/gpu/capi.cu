@@ -6,6 +6,7 @@
 
 namespace sm90 = streammoe::sm90;
 using streammoe::Activation;
+using streammoe::DType;
 
 extern "C" {
 
@@ -45,22 +46,25 @@ int sm_gather(void* workspace, const void* x, void* rows, int64_t t, int64_t k, 
 }
 
 int sm_combine(void* workspace, const void* rows, const float* weights, void* y, int64_t t, int64_t k, int64_t l,
-               int64_t h, cudaStream_t stream) {
-  return sm90::launch_combine({rows, weights, y, t, k, h}, sm90::make_plan(workspace, t, k, l), stream);
+               int64_t h, int dtype, cudaStream_t stream) {
+  return sm90::launch_combine({rows, weights, y, t, k, h, static_cast<DType>(dtype)}, sm90::make_plan(workspace, t, k, l), stream);
 }
 
-// up != 0: the up kernel with `activation`; otherwise down. gather != 0: a is x [T, depth].
-int sm_gemm(int up, int gather, void* workspace, int64_t t, int64_t k, int64_t l, const void* a, void* out,
+// up != 0: the up kernel with `activation`; otherwise down. by_pair != 0: up gathers, a is x [T, depth]; down scatters,
+// out is [T * K, width].
+int sm_gemm(int up, int by_pair, void* workspace, int64_t t, int64_t k, int64_t l, const void* a, void* out,
             int64_t depth, int64_t width, const void* b0, const void* b1, int64_t expert_stride, int64_t row_stride,
             const void* bias0, const void* bias1, int64_t bias_stride, int activation, float limit, int num_sms,
-            cudaStream_t stream) {
+            int dtype, cudaStream_t stream) {
   const sm90::Plan plan = sm90::make_plan(workspace, t, k, l);
   sm90::GemmArgs args;
   args.a = a;
   args.out = out;
   args.blocks = plan.blocks;
   args.num_blocks = plan.totals;
-  args.row_pair = gather ? plan.row_pair : nullptr;
+  args.row_pair = by_pair ? plan.row_pair : nullptr;
+  args.scatter = by_pair && !up;
+  args.dtype = static_cast<DType>(dtype);
   args.counters = plan.counters;
   args.top_k = k;
   args.row_capacity = plan.row_capacity;
@@ -75,7 +79,7 @@ int sm_gemm(int up, int gather, void* workspace, int64_t t, int64_t k, int64_t l
   args.activation = static_cast<Activation>(activation);
   args.limit = limit;
   args.num_sms = num_sms;
-  return up ? sm90::launch_gemm_up_bf16_sm90(args, stream) : sm90::launch_gemm_down_bf16_sm90(args, stream);
+  return up ? sm90::launch_gemm_up_sm90(args, stream) : sm90::launch_gemm_down_sm90(args, stream);
 }
 
 int64_t sm_forward_bytes(int64_t t, int64_t k, int64_t h, int64_t i, int64_t l) {
@@ -85,9 +89,10 @@ int64_t sm_forward_bytes(int64_t t, int64_t k, int64_t h, int64_t i, int64_t l) 
 // Packed w_gate_up [L, H, 2I] and w_down [L, I, H], no biases.
 int sm_forward(void* workspace, const void* x, const int32_t* ids, const float* weights, void* y, const void* w_gate_up,
                const void* w_down, int64_t t, int64_t k, int64_t h, int64_t i, int64_t l, int activation, float limit,
-               int gather, cudaStream_t stream) {
+               int gather, int dtype, cudaStream_t stream) {
   sm90::ForwardArgs args;
   args.gather = static_cast<sm90::Gather>(gather);
+  args.dtype = static_cast<DType>(dtype);
   args.x = x;
   args.topk_ids = ids;
   args.topk_weights = weights;
@@ -102,7 +107,7 @@ int sm_forward(void* workspace, const void* x, const int32_t* ids, const float* 
   args.num_experts = l;
   args.activation = static_cast<Activation>(activation);
   args.limit = limit;
-  return sm90::launch_forward_bf16_sm90(args, workspace, stream);
+  return sm90::launch_forward_sm90(args, workspace, stream);
 }
 
 }  // extern "C"

@@ -3,92 +3,32 @@
 #include "cpu/stream.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
-#include <functional>
-#include <limits>
 
 #include "cpu/combine.h"
 #include "cpu/ids.h"
 
 namespace streammoe::cpu {
 
-uint64_t CallSpec::tag() const {
-  uint64_t tag = mix_tag(0, kRingMagic);
-  for (const int64_t value :
-       {problem.num_experts, problem.hidden, problem.intermediate, problem.top_k, static_cast<int64_t>(problem.dtype),
-        static_cast<int64_t>(problem.activation), static_cast<int64_t>(std::bit_cast<uint32_t>(problem.limit)),
-        problem.block_m, num_tokens, chunk_tokens, macro_tokens, num_chunks, min_carry_rows, capacity,
-        static_cast<int64_t>(packed)}) {
-    tag = mix_tag(tag, static_cast<uint64_t>(value));
-  }
-  for (const int64_t end : macro_ends) tag = mix_tag(tag, static_cast<uint64_t>(end));
-  for (const int64_t end : wave_ends) tag = mix_tag(tag, static_cast<uint64_t>(end));
-  return tag;
-}
-
-Status CallSpec::check(const RingShape& shape) const {
-  const auto refuse = [](const auto&... parts) {
-    return error(Code::kInvalidArgument, "the plan of the call: ", parts...);
-  };
-  const int64_t ring_tokens = shape.num_slots * shape.chunk_tokens;
-  if (num_tokens < 0 || macro_tokens > ring_tokens || macro_tokens < std::min<int64_t>(num_tokens, 1)) {
-    return refuse("macro_tokens must be at most num_slots * chunk_tokens = ", ring_tokens, " and at least 1, got ",
-                  macro_tokens, " for ", num_tokens, " tokens");
-  }
-  if (chunk_tokens < 1 || chunk_tokens > shape.chunk_tokens) {
-    return refuse("chunk_tokens must be in 1..", shape.chunk_tokens, ", got ", chunk_tokens);
-  }
-  const auto ascends = [&](const std::vector<int64_t>& ends) {
-    return num_chunks > 0 && !ends.empty() && ends.front() > 0 && ends.back() == num_chunks &&
-           std::adjacent_find(ends.begin(), ends.end(), std::greater_equal<>()) == ends.end();
-  };
-  if (!ascends(macro_ends) || !ascends(wave_ends) ||
-      !std::includes(wave_ends.begin(), wave_ends.end(), macro_ends.begin(), macro_ends.end())) {
-    return refuse("macro_ends and wave_ends must ascend to num_chunks = ", num_chunks,
-                  ", and every macro end must be a wave end");
-  }
-  int64_t first = 0, start = 0;  // chunk and token
-  for (const int64_t end : macro_ends) {
-    const int64_t tokens = std::min(macro_tokens, num_tokens - start);
-    if (tokens < std::min<int64_t>(num_tokens, 1) || (end - first) * chunk_tokens < tokens) break;
-    first = end, start += tokens;
-  }
-  if (first != num_chunks || start != num_tokens) {
-    return refuse("its chunks hold ", start, " of ", num_tokens, " tokens");
-  }
-  const int64_t max_experts = std::numeric_limits<int32_t>::max() / shape.num_ranks;
-  if (problem.num_experts < 1 || problem.num_experts > max_experts) {
-    return refuse("num_experts must be in 1..", max_experts, " per rank, got ", problem.num_experts);
-  }
-  return {};
-}
-
-int64_t CallSpec::macro_of(int64_t chunk) const {
-  return std::upper_bound(macro_ends.begin(), macro_ends.end(), chunk) - macro_ends.begin();
-}
-
-std::pair<int64_t, int64_t> CallSpec::chunk_bounds(int64_t chunk) const {
-  const int64_t macro = macro_of(chunk);
-  const int64_t first = macro > 0 ? macro_ends[static_cast<size_t>(macro - 1)] : 0;
-  const int64_t stop_of_macro = std::min(num_tokens, (macro + 1) * macro_tokens);
-  const int64_t start = std::min(macro * macro_tokens + (chunk - first) * chunk_tokens, stop_of_macro);
-  return {start, std::min(start + chunk_tokens, stop_of_macro)};
-}
-
 Stream::Stream(Ring* ring, int64_t group, int64_t rank)
     : ring_(ring), group_(group), rank_(rank), at_(ring->layout()), shape_(ring->shape()) {}
 
 Stream::~Stream() { stop_worker(); }
 
-int64_t Stream::first_chunk(int64_t macro) const {
-  return macro > 0 ? spec_.macro_ends[static_cast<size_t>(macro - 1)] : 0;
-}
-
 uint8_t* Stream::heap(int64_t of_rank) const { return ring_->base(group_, of_rank); }
 
 uint64_t* Stream::word(int64_t of_rank, int64_t offset) const {
   return reinterpret_cast<uint64_t*>(heap(of_rank) + offset);
+}
+
+// Acquire per word: a call that runs may move while it is read.
+Status Stream::read_control(std::vector<uint8_t>* out) const {
+  out->resize(static_cast<size_t>(at_.slots));
+  for (int64_t at = 0; at < at_.slots; at += 8) {
+    const uint64_t value = load_acquire(word(rank_, at));
+    std::memcpy(out->data() + at, &value, sizeof(value));
+  }
+  return {};
 }
 
 Status Stream::open(const CallSpec& spec, const ExpertWeights& weights) {
@@ -107,9 +47,8 @@ Status Stream::open(const CallSpec& spec, const ExpertWeights& weights) {
   STREAMMOE_RETURN_IF_ERROR(spec.check(shape_));
   spec_ = spec, weights_ = weights, tag_ = spec.tag();
   base_ = header->sequence_base, call_ = header->call_number, macro_base_ = header->macro_number;
-  route_published_.assign(static_cast<size_t>(spec.num_chunks), 0);
-  layout_published_.assign(static_cast<size_t>(spec.num_chunks), 0);
-  next_wave_ = macros_combined_ = waves_done_ = pool_used_ = 0;
+  published_.reset(spec);
+  macros_combined_ = waves_done_ = pool_used_ = 0;
   pending_.clear();
   stats_ = {};
   stats_.expert_rows.assign(static_cast<size_t>(spec.problem.num_experts), 0);
@@ -130,14 +69,8 @@ Status Stream::require_open(const char* what) const {
 // What both halves of a publication check and wait for before the slot may be written.
 Status Stream::begin(Phase phase, int64_t chunk, void* y) {
   STREAMMOE_RETURN_IF_ERROR(require_open(phase_name(phase)));
-  if (chunk < 0 || chunk >= spec_.num_chunks) {
-    return fail(error(Code::kInvalidArgument, phase_name(phase), ": chunk must be in 0..", spec_.num_chunks - 1,
-                      ", got ", chunk),
-                true);
-  }
-  auto& published = phase == Phase::kPublishRoute ? route_published_ : layout_published_;
-  if (published[static_cast<size_t>(chunk)]) {
-    return fail(error(Code::kInvalidArgument, phase_name(phase), ": chunk ", chunk, " is published already"), true);
+  if (const Status status = published_.check(spec_, phase, chunk, shape_.num_slots); !status.ok()) {
+    return fail(status, true);
   }
   STREAMMOE_RETURN_IF_ERROR(fault(phase));
   STREAMMOE_RETURN_IF_ERROR(finish_macros(spec_.macro_of(chunk), y));
@@ -148,18 +81,6 @@ Status Stream::wait_slot_free(Phase phase, int64_t chunk) {
   const uint64_t q = chunk_sequence(base_, chunk);
   const uint64_t needed = reuse_sequence(q, shape_.num_slots);
   const int64_t slot = sequence_slot(q, shape_.num_slots);
-  // Only a wave that is enqueued can free the slot; waiting for a later one would be waiting for ourselves.
-  if (chunk >= shape_.num_slots) {
-    const auto wave = std::upper_bound(spec_.wave_ends.begin(), spec_.wave_ends.end(), chunk - shape_.num_slots) -
-                      spec_.wave_ends.begin();
-    if (wave >= next_wave_) {
-      return fail(
-          error(Code::kFailedPrecondition, phase_name(phase), ": chunk ", chunk, " reuses the slot of chunk ",
-                chunk - shape_.num_slots, " in a ring of ", shape_.num_slots, " slots, whose wave ends with chunk ",
-                spec_.wave_ends[static_cast<size_t>(wave)] - 1, "; publish the chunks up to it first"),
-          true);
-    }
-  }
   for (int64_t reader = 0; reader < shape_.num_ranks; ++reader) {
     const int64_t offset = at_.word(at_.consumed, reader, slot, shape_.num_slots);
     STREAMMOE_RETURN_IF_ERROR(wait(word(rank_, offset), needed, phase, reader, slot));
@@ -167,21 +88,12 @@ Status Stream::wait_slot_free(Phase phase, int64_t chunk) {
   return {};
 }
 
-// Chunks of macro-chunk `upto` may be published once the rows of all macro-chunks before it have left the pool.
+// Chunks of macro-chunk `upto` may be published once the rows of all macro-chunks before it have left the pool. Their
+// waves are enqueued: check() saw to it.
 Status Stream::finish_macros(int64_t upto, void* y) {
-  while (macros_combined_ < upto) {
-    const int64_t last_wave = std::lower_bound(spec_.wave_ends.begin(), spec_.wave_ends.end(),
-                                               spec_.macro_ends[static_cast<size_t>(macros_combined_)]) -
-                              spec_.wave_ends.begin();
-    if (next_wave_ <= last_wave) {
-      return fail(error(Code::kFailedPrecondition, "a chunk of macro-chunk ", upto,
-                        " is published before all chunks of ", "macro-chunk ", macros_combined_, ": publish chunks 0..",
-                        spec_.macro_ends[static_cast<size_t>(macros_combined_)] - 1, " first"),
-                  true);
-    }
-    STREAMMOE_RETURN_IF_ERROR(drain(last_wave));
+  for (; macros_combined_ < upto; ++macros_combined_) {
+    STREAMMOE_RETURN_IF_ERROR(drain(spec_.seal_wave(macros_combined_)));
     STREAMMOE_RETURN_IF_ERROR(combine_macro(macros_combined_, y));
-    ++macros_combined_;
   }
   return {};
 }
@@ -203,7 +115,7 @@ Status Stream::publish_route(int64_t chunk, const int32_t* ids, const float* wei
   const int64_t first_pair = (start - spec_.macro_of(chunk) * spec_.macro_tokens) * shape_.top_k;
   std::memcpy(heap(rank_) + at_.combine_ids + first_pair * 4, slot + at_.slot_topk_ids, pairs * 4);
   std::memcpy(heap(rank_) + at_.combine_weights + first_pair * 4, weights, pairs * 4);
-  route_published_[static_cast<size_t>(chunk)] = 1;
+  published_.mark(Phase::kPublishRoute, chunk);
   STREAMMOE_RETURN_IF_ERROR(announce(at_.route_ready, chunk));
   return advance();
 }
@@ -214,7 +126,7 @@ Status Stream::publish_layout(int64_t chunk, const void* x, void* y) {
   const auto [start, stop] = spec_.chunk_bounds(chunk);
   uint8_t* slot = heap(rank_) + at_.slot(sequence_slot(chunk_sequence(base_, chunk), shape_.num_slots));
   std::memcpy(slot + at_.slot_x, x, static_cast<size_t>((stop - start) * shape_.hidden * shape_.itemsize));
-  layout_published_[static_cast<size_t>(chunk)] = 1;
+  published_.mark(Phase::kPublishLayout, chunk);
   STREAMMOE_RETURN_IF_ERROR(announce(at_.layout_ready, chunk));
   return advance();
 }
@@ -239,13 +151,8 @@ Status Stream::announce(int64_t table, int64_t chunk) {
 
 // Hands over every wave whose chunks are all published here, in order: what makes out-of-order publication safe.
 Status Stream::advance() {
-  while (next_wave_ < static_cast<int64_t>(spec_.wave_ends.size())) {
-    const int64_t begin = next_wave_ > 0 ? spec_.wave_ends[static_cast<size_t>(next_wave_ - 1)] : 0;
-    for (int64_t chunk = begin; chunk < spec_.wave_ends[static_cast<size_t>(next_wave_)]; ++chunk) {
-      const auto c = static_cast<size_t>(chunk);
-      if (!route_published_[c] || !layout_published_[c]) return {};
-    }
-    const int64_t wave = next_wave_++;
+  while (const std::optional<int64_t> ready = published_.next_wave(spec_)) {
+    const int64_t wave = *ready;
     if (spec_.overlap) {
       std::lock_guard lock(mutex_);
       queue_.push_back(wave);
@@ -267,7 +174,7 @@ Status Stream::drain(int64_t wave) {
 }
 
 Status Stream::combine_macro(int64_t macro, void* y) {
-  Span span(ring_->name(), group_, rank_, Phase::kCombine, first_chunk(macro),
+  Span span(ring_->name(), group_, rank_, Phase::kCombine, spec_.macro_begin(macro),
             spec_.macro_ends[static_cast<size_t>(macro)] - 1);
   STREAMMOE_RETURN_IF_ERROR(fault(Phase::kCombine));
   const uint8_t* base = heap(rank_);
@@ -293,12 +200,7 @@ Status Stream::close(const ExpertWeights& weights, void* y, CallStats* stats) {
               "open; pass close_stream the experts that open_stream was given"),
         true);
   }
-  if (next_wave_ < static_cast<int64_t>(spec_.wave_ends.size())) {
-    return fail(error(Code::kFailedPrecondition, "close_stream: not all of ", spec_.num_chunks,
-                      " chunks were published; the first wave that misses one ends with chunk ",
-                      spec_.wave_ends[static_cast<size_t>(next_wave_)] - 1),
-                true);
-  }
+  if (const Status status = published_.complete(spec_); !status.ok()) return fail(status, true);
   STREAMMOE_RETURN_IF_ERROR(fault(Phase::kClose));
   STREAMMOE_RETURN_IF_ERROR(finish_macros(static_cast<int64_t>(spec_.macro_ends.size()), y));
   auto* header = reinterpret_cast<RingHeader*>(heap(rank_) + at_.header);

@@ -17,8 +17,10 @@
 #include <vector>
 
 #include "cpu/experts.h"
+#include "host/call.h"
 #include "host/events.h"
 #include "host/problem.h"
+#include "host/publications.h"
 #include "host/registry.h"
 #include "host/status.h"
 #include "protocol/descriptor.h"
@@ -26,39 +28,10 @@
 
 namespace streammoe::cpu {
 
-// The static plan of a call (jax_streammoe/waves.py) and its options. Equal on all ranks.
-struct CallSpec {
-  ExpertProblem problem;
-  int64_t num_tokens = 0;    // T
-  int64_t chunk_tokens = 0;  // tokens of a full chunk
-  int64_t macro_tokens = 0;  // tokens of a full macro-chunk
-  int64_t num_chunks = 0;
-  std::vector<int64_t> macro_ends, wave_ends;  // exclusive chunk indices
-  int64_t min_carry_rows = 0;                  // a non-final wave computes an expert from this many pending rows on
-  int64_t capacity = -1;                       // rows per expert over all ranks' tokens, -1: dropless
-  bool packed = true;                          // waves carry partial blocks; else each wave computes all it has
-  bool overlap = false;
-  bool checks = false;
-
-  uint64_t tag() const;  // what all ranks must agree on
-  // InvalidArgument unless the plan is consistent and fits a ring of that shape.
-  Status check(const RingShape& shape) const;
-  int64_t macro_of(int64_t chunk) const;
-  // First token of the chunk and one past its last, clipped to its macro-chunk and to T.
-  std::pair<int64_t, int64_t> chunk_bounds(int64_t chunk) const;
-};
-
-struct CallStats {
-  std::vector<int32_t> expert_rows;  // [L] rows computed by this rank's experts
-  int32_t dropped = 0;               // routes of this rank's tokens beyond capacity
-  int32_t invalid = 0;               // ids outside [-1, E)
-  int32_t masked = 0;                // ids equal to -1, padding tokens among them
-};
-
-class Stream {
+class Stream : public RankStream {
  public:
   Stream(Ring* ring, int64_t group, int64_t rank);
-  ~Stream();
+  ~Stream() override;
 
   Status open(const CallSpec& spec, const ExpertWeights& weights);
   // y is [T, H]; rows of completed macro-chunks are written to it before the next macro-chunk is published.
@@ -68,9 +41,10 @@ class Stream {
   Status close(const ExpertWeights& weights, void* y, CallStats* stats);
   // After an error: makes the ring terminal, tells the peers, and ends the worker, so that nothing of the call touches
   // memory once the error is raised.
-  void abort(const Status& why);
+  void abort(const Status& why) override;
   const CallSpec& spec() const { return spec_; }
-  bool is_open() const { return open_.load(std::memory_order_acquire); }
+  bool is_open() const override { return open_.load(std::memory_order_acquire); }
+  Status read_control(std::vector<uint8_t>* out) const override;
   // FailedPrecondition unless a stream is open; `what` is the call that needs it.
   Status require_open(const char* what) const;
 
@@ -111,7 +85,6 @@ class Stream {
   Status drain(int64_t wave);
   void worker_loop();
   void stop_worker();
-  int64_t first_chunk(int64_t macro) const;
 
   Ring* const ring_;
   const int64_t group_, rank_;
@@ -122,8 +95,7 @@ class Stream {
   CallSpec spec_;
   ExpertWeights weights_;
   uint64_t tag_ = 0, base_ = 0, call_ = 0, macro_base_ = 0;
-  std::vector<uint8_t> route_published_, layout_published_;
-  int64_t next_wave_ = 0;        // first wave that is not enqueued
+  Publications published_;
   int64_t macros_combined_ = 0;  // macro-chunks of this call whose y is written
   CallStats stats_;
 

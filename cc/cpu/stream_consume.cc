@@ -13,7 +13,7 @@
 namespace streammoe::cpu {
 
 Status Stream::run_wave(int64_t wave) {
-  const int64_t begin = wave > 0 ? spec_.wave_ends[static_cast<size_t>(wave - 1)] : 0;
+  const int64_t begin = spec_.wave_begin(wave);
   const int64_t end = spec_.wave_ends[static_cast<size_t>(wave)];
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     Span span(ring_->name(), group_, rank_, Phase::kDispatch, chunk);
@@ -176,7 +176,7 @@ Status Stream::compute(bool partial_blocks, int64_t min_rows) {
 // Tells every rank that this one has read and written all it will of the macro-chunk, and waits for the others. The
 // release stores publish the rows written above; each owner acquires all of them before it combines.
 Status Stream::seal_macro(int64_t macro) {
-  Span span(ring_->name(), group_, rank_, Phase::kDone, first_chunk(macro),
+  Span span(ring_->name(), group_, rank_, Phase::kDone, spec_.macro_begin(macro),
             spec_.macro_ends[static_cast<size_t>(macro)] - 1);
   STREAMMOE_RETURN_IF_ERROR(fault(Phase::kDone));
   const uint64_t number = macro_base_ + static_cast<uint64_t>(macro) + 1;

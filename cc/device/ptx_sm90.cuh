@@ -217,14 +217,4 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
                : "memory");
 }
 
-// Two floats to bf16x2, round to nearest even; `low` is the element at the lower address.
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-__device__ __forceinline__ float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
-__device__ __forceinline__ float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
-
 }  // namespace streammoe::sm90

@@ -1,6 +1,6 @@
-// wgmma for bf16 operands from shared memory, float32 accumulators: descriptors and the m64nNk16 instruction.
+// wgmma for bf16 or f16 operands from shared memory, float32 accumulators: descriptors and the m64nNk16 instruction.
 //
-// Contract: `Wgmma<N, TransA, TransB>::mma(d, a, b, accumulate)` adds A[64,16] B[16,N] to d, or starts d from
+// Contract: `Wgmma<N, TransA, TransB, Type>::mma(d, a, b, accumulate)` adds A[64,16] B[16,N] to d, or starts d from
 // +0 when accumulate is 0. d holds N/2 floats per thread of the warpgroup: for column group j (8 columns)
 // d[4j], d[4j+1] lie in row (lane / 4), d[4j+2], d[4j+3] eight rows below, columns 8j + 2 (lane % 4) and the
 // next. Trans 0 is K-major, 1 is MN-major. The instruction is asynchronous: d may be read only after
@@ -9,6 +9,8 @@
 #pragma once
 
 #include <cstdint>
+
+#include "host/problem.h"
 
 namespace streammoe::sm90 {
 
@@ -40,140 +42,73 @@ __device__ __forceinline__ void fence_accumulators(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-template <int kN, int kTransA, int kTransB>
+template <int kN, int kTransA, int kTransB, DType kType = DType::kBF16>
 struct Wgmma;
 
 // clang-format off
 #define STREAMMOE_ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define STREAMMOE_ACC16(d, i) \
   STREAMMOE_ACC4(d, i), STREAMMOE_ACC4(d, i + 4), STREAMMOE_ACC4(d, i + 8), STREAMMOE_ACC4(d, i + 12)
+#define STREAMMOE_ACC32(d, i) STREAMMOE_ACC16(d, i), STREAMMOE_ACC16(d, i + 16)
 
-template <int kTransA, int kTransB>
-struct Wgmma<8, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[4], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3"
-        "}, %4, %5, p, 1, 1, %7, %8;\n}\n"
-        : STREAMMOE_ACC4(d, 0)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
+// The accumulators as operands, sixteen at a time.
+#define STREAMMOE_R0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define STREAMMOE_R1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define STREAMMOE_R2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define STREAMMOE_R3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define STREAMMOE_R4 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define STREAMMOE_R5 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define STREAMMOE_R6 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define STREAMMOE_R7 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// One instruction; ia, ib, ip, ita, itb are the numbers of the operands behind the accumulators.
+#define STREAMMOE_MMA(n, type, accumulators, ia, ib, ip, ita, itb, ...)                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ip ", 0;\n"                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" accumulators "}, %" #ia ", %" #ib \
+               ", p, 1, 1, %" #ita ", %" #itb ";\n}\n"                                                                \
+               : __VA_ARGS__                                                                                          \
+               : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB))
+
+#define STREAMMOE_WGMMA(n, ...)                                                                                       \
+  template <int kTransA, int kTransB, DType kType>                                                                    \
+  struct Wgmma<n, kTransA, kTransB, kType> {                                                                          \
+    static_assert(kType == DType::kBF16 || kType == DType::kF16);                                                     \
+    static __device__ __forceinline__ void mma(float (&d)[n / 2], uint64_t a, uint64_t b, int accumulate) {           \
+      if constexpr (kType == DType::kBF16) {                                                                          \
+        STREAMMOE_MMA(n, "bf16", __VA_ARGS__);                                                                        \
+      } else {                                                                                                        \
+        STREAMMOE_MMA(n, "f16", __VA_ARGS__);                                                                         \
+      }                                                                                                               \
+    }                                                                                                                 \
   }
-};
 
-template <int kTransA, int kTransB>
-struct Wgmma<16, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[8], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7"
-        "}, %8, %9, p, 1, 1, %11, %12;\n}\n"
-        : STREAMMOE_ACC4(d, 0), STREAMMOE_ACC4(d, 4)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
-  }
-};
+STREAMMOE_WGMMA(8, "%0, %1, %2, %3", 4, 5, 6, 7, 8, STREAMMOE_ACC4(d, 0));
+STREAMMOE_WGMMA(16, "%0, %1, %2, %3, %4, %5, %6, %7", 8, 9, 10, 11, 12, STREAMMOE_ACC4(d, 0), STREAMMOE_ACC4(d, 4));
+STREAMMOE_WGMMA(32, STREAMMOE_R0, 16, 17, 18, 19, 20, STREAMMOE_ACC16(d, 0));
+STREAMMOE_WGMMA(64, STREAMMOE_R0 ", " STREAMMOE_R1, 32, 33, 34, 35, 36,
+                STREAMMOE_ACC32(d, 0));
+STREAMMOE_WGMMA(96, STREAMMOE_R0 ", " STREAMMOE_R1 ", " STREAMMOE_R2, 48, 49, 50, 51, 52,
+                STREAMMOE_ACC32(d, 0), STREAMMOE_ACC16(d, 32));
+STREAMMOE_WGMMA(128, STREAMMOE_R0 ", " STREAMMOE_R1 ", " STREAMMOE_R2 ", " STREAMMOE_R3, 64, 65, 66, 67, 68,
+                STREAMMOE_ACC32(d, 0), STREAMMOE_ACC32(d, 32));
+STREAMMOE_WGMMA(192, STREAMMOE_R0 ", " STREAMMOE_R1 ", " STREAMMOE_R2 ", "
+                STREAMMOE_R3 ", " STREAMMOE_R4 ", " STREAMMOE_R5, 96, 97, 98, 99, 100,
+                STREAMMOE_ACC32(d, 0), STREAMMOE_ACC32(d, 32), STREAMMOE_ACC32(d, 64));
+STREAMMOE_WGMMA(256, STREAMMOE_R0 ", " STREAMMOE_R1 ", " STREAMMOE_R2 ", " STREAMMOE_R3 ", "
+                STREAMMOE_R4 ", " STREAMMOE_R5 ", " STREAMMOE_R6 ", " STREAMMOE_R7, 128, 129, 130, 131, 132,
+                STREAMMOE_ACC32(d, 0), STREAMMOE_ACC32(d, 32), STREAMMOE_ACC32(d, 64), STREAMMOE_ACC32(d, 96));
 
-template <int kTransA, int kTransB>
-struct Wgmma<32, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, %16, %17, p, 1, 1, %19, %20;\n}\n"
-        : STREAMMOE_ACC16(d, 0)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
-  }
-};
-
-template <int kTransA, int kTransB>
-struct Wgmma<64, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, %35, %36;\n}\n"
-        : STREAMMOE_ACC16(d, 0), STREAMMOE_ACC16(d, 16)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
-  }
-};
-
-template <int kTransA, int kTransB>
-struct Wgmma<96, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-        "}, %48, %49, p, 1, 1, %51, %52;\n}\n"
-        : STREAMMOE_ACC16(d, 0), STREAMMOE_ACC16(d, 16), STREAMMOE_ACC16(d, 32)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
-  }
-};
-
-template <int kTransA, int kTransB>
-struct Wgmma<128, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, %67, %68;\n}\n"
-        : STREAMMOE_ACC16(d, 0), STREAMMOE_ACC16(d, 16), STREAMMOE_ACC16(d, 32),
-          STREAMMOE_ACC16(d, 48)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
-  }
-};
-
-template <int kTransA, int kTransB>
-struct Wgmma<192, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, "
-        "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, "
-        "%87, %88, %89, %90, %91, %92, %93, %94, %95"
-        "}, %96, %97, p, 1, 1, %99, %100;\n}\n"
-        : STREAMMOE_ACC16(d, 0), STREAMMOE_ACC16(d, 16), STREAMMOE_ACC16(d, 32),
-          STREAMMOE_ACC16(d, 48), STREAMMOE_ACC16(d, 64), STREAMMOE_ACC16(d, 80)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
-  }
-};
-
-template <int kTransA, int kTransB>
-struct Wgmma<256, kTransA, kTransB> {
-  static __device__ __forceinline__ void mma(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, "
-        "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, "
-        "%87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "
-        "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "
-        "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
-        : STREAMMOE_ACC16(d, 0), STREAMMOE_ACC16(d, 16), STREAMMOE_ACC16(d, 32),
-          STREAMMOE_ACC16(d, 48), STREAMMOE_ACC16(d, 64), STREAMMOE_ACC16(d, 80),
-          STREAMMOE_ACC16(d, 96), STREAMMOE_ACC16(d, 112)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
-  }
-};
-
+#undef STREAMMOE_WGMMA
+#undef STREAMMOE_MMA
+#undef STREAMMOE_R0
+#undef STREAMMOE_R1
+#undef STREAMMOE_R2
+#undef STREAMMOE_R3
+#undef STREAMMOE_R4
+#undef STREAMMOE_R5
+#undef STREAMMOE_R6
+#undef STREAMMOE_R7
+#undef STREAMMOE_ACC32
 #undef STREAMMOE_ACC16
 #undef STREAMMOE_ACC4
 // clang-format on

@@ -1,10 +1,16 @@
 // Handlers of cc/ffi/cuda_layer.cc for the CUDA platform, by target name without version suffix and stage.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "host/problem.h"
+#include "host/status.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace streammoe::ffi_glue {
 
@@ -15,6 +21,11 @@ struct CudaHandler {
 };
 
 std::vector<CudaHandler> cuda_layer_handlers();
+// Enqueues the batch-ready layer: x [T, H], ids and weights [T, K] -> y [T, H]. capacity: rows per expert, -1 for all.
+Status cuda_forward(cudaStream_t stream, const ExpertProblem& problem, int64_t capacity, const ExpertWeights& weights,
+                    const xla::ffi::AnyBuffer& x, const xla::ffi::AnyBuffer& ids,
+                    const xla::ffi::AnyBuffer& topk_weights, const xla::ffi::AnyBuffer& y,
+                    const xla::ffi::AnyBuffer& workspace);
 // Bytes of the workspace operand that `forward` needs on CUDA.
 int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
                            int64_t num_experts);

@@ -66,8 +66,8 @@ ExpertProblem read_problem(AttrReader& attrs) {
   return problem;
 }
 
-cpu::CallSpec read_call(AttrReader& attrs) {
-  cpu::CallSpec spec;
+CallSpec read_call(AttrReader& attrs) {
+  CallSpec spec;
   spec.problem = read_problem(attrs);
   spec.num_tokens = attrs.i64("num_tokens");
   spec.chunk_tokens = attrs.i64("chunk_tokens");
@@ -106,6 +106,36 @@ Status carry(const char* name, const ffi::AnyBuffer& in, const ffi::AnyBuffer& o
   STREAMMOE_RETURN_IF_ERROR(expect_buffer(name, out, in.element_type(), num_elements));
   if (out.untyped_data() != in.untyped_data()) std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
   return {};
+}
+
+Status expect_y(const CallSpec& spec, const ffi::AnyBuffer& y) {
+  return expect_buffer("y", y, element_type(spec.problem.dtype), spec.num_tokens * spec.problem.hidden);
+}
+
+Status expect_stats(const CallSpec& spec, const ffi::AnyBuffer& expert_rows, const ffi::AnyBuffer& counts) {
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, spec.problem.num_experts));
+  return expect_buffer("counts", counts, ffi::DataType::S32, 3);
+}
+
+Status expect_chunk(const CallSpec& spec, int64_t chunk, const char* name, const ffi::AnyBuffer& buffer,
+                    ffi::DataType type, int64_t width) {
+  if (chunk < 0 || chunk >= spec.num_chunks) return {};
+  const auto [start, stop] = spec.chunk_bounds(chunk);
+  return expect_buffer(name, buffer, type, (stop - start) * width);
+}
+
+Status expect_layer(const Ring& ring, const CallSpec& spec) {
+  const RingShape& shape = ring.shape();
+  const bool same_pool = !shape.on_gpu() || (shape.num_experts == spec.problem.num_experts &&
+                                             shape.intermediate == spec.problem.intermediate);
+  if (shape.hidden == spec.problem.hidden && shape.top_k == spec.problem.top_k && same_pool &&
+      shape.itemsize == dtype_bytes(spec.problem.dtype) && spec.chunk_tokens <= shape.chunk_tokens) {
+    return {};
+  }
+  return error(Code::kFailedPrecondition, "ring '", ring.name(), "' was made for another config: hidden ", shape.hidden,
+               ", top_k ", shape.top_k, ", itemsize ", shape.itemsize, ", chunk_tokens ", shape.chunk_tokens,
+               "; the call has hidden ", spec.problem.hidden, ", top_k ", spec.problem.top_k, ", itemsize ",
+               dtype_bytes(spec.problem.dtype), ", chunks of ", spec.chunk_tokens);
 }
 
 namespace {
@@ -165,6 +195,30 @@ Status read_gradients(const ExpertProblem& problem, const ffi::AnyBuffer (&resul
   return read_tensors(problem, results, gradients);
 }
 
+Status register_memory(AttrReader& attrs, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
+                       RingCall* call) {
+  const std::string name = attrs.text("ring");
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  call->ring = Registry::get().find(name);
+  if (call->ring == nullptr) {
+    return error(Code::kNotFound, "ring '", name, "' was not created before its memory is registered");
+  }
+  Member* member = call->member = call->ring->find_member(ordinal);
+  if (member == nullptr) return error(Code::kNotFound, "ring '", name, "' has no rank on device ", ordinal);
+  if (mem_in.untyped_data() != mem_out.untyped_data()) {
+    return error(Code::kFailedPrecondition, "ring '", name, "': its memory was copied while it was registered");
+  }
+  member->registered = mem_in.untyped_data();
+  if (call->ring->shared()) return {};
+  const int64_t bytes = call->ring->layout().total;
+  if (static_cast<int64_t>(mem_in.size_bytes()) != bytes) {
+    return error(Code::kFailedPrecondition, "ring '", name, "' needs ", bytes, " bytes, its memory has ",
+                 mem_in.size_bytes());
+  }
+  call->ring->set_base(member->group, member->rank, static_cast<uint8_t*>(mem_out.untyped_data()));
+  return {};
+}
+
 Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
                  RingCall* call) {
   call->ring = Registry::get().find(name);
@@ -175,6 +229,7 @@ Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer&
   }
   Member* member = call->ring->find_member(ordinal);
   call->member = member;
+  call->ring->poll();
   if (const std::string why = call->ring->failure(); !why.empty()) {
     return error(Code::kFailedPrecondition, "ring '", name,
                  "' is unusable, make_ring again on all ranks (nothing needs recompiling); it failed with: ", why);

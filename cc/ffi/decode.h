@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/stream.h"
+#include "host/call.h"
 #include "host/problem.h"
 #include "host/registry.h"
 #include "host/status.h"
@@ -54,12 +54,21 @@ Status carry(const char* name, const ffi::AnyBuffer& in, const ffi::AnyBuffer& o
 inline constexpr size_t kNumWeights = 6;
 
 ExpertProblem read_problem(AttrReader& attrs);
-cpu::CallSpec read_call(AttrReader& attrs);
+CallSpec read_call(AttrReader& attrs);
 // Shapes follow from the problem. An absent up with a gate of width 2I is the packed [L, H, 2I] form.
 Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operands)[kNumWeights],
                     ExpertWeights* weights);
 Status read_gradients(const ExpertProblem& problem, const ffi::AnyBuffer (&results)[kNumWeights],
                       ExpertGradients* gradients);
+
+// What ring handlers expect of their operands, given the call: y [T, H], the results of a close, the operand [c, width]
+// of a chunk. A chunk that does not exist is refused by the stream itself.
+Status expect_y(const CallSpec& spec, const ffi::AnyBuffer& y);
+Status expect_stats(const CallSpec& spec, const ffi::AnyBuffer& expert_rows, const ffi::AnyBuffer& counts);
+Status expect_chunk(const CallSpec& spec, int64_t chunk, const char* name, const ffi::AnyBuffer& buffer,
+                    ffi::DataType type, int64_t width);
+// FailedPrecondition unless the call is one of the layer the ring was made for.
+Status expect_layer(const Ring& ring, const CallSpec& spec);
 
 // The ring a handler works on, after the checks that make it safe to touch.
 struct RingCall {
@@ -67,6 +76,9 @@ struct RingCall {
   Member* member = nullptr;  // also when a check failed, so that a stream that is open there can be ended
   bool in_place = false;     // all checks passed
 };
+// The registering call of make_ring: notes where the ring named by attribute `ring` lies on this device.
+Status register_memory(AttrReader& attrs, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
+                       RingCall* call);
 // Checks that the ring is alive, that `mem` is where it was registered, and that XLA gave it back in place.
 Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
                  RingCall* call);

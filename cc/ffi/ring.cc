@@ -13,6 +13,7 @@
 
 #include <cstring>
 
+#include "cpu/stream.h"
 #include "ffi/decode.h"
 
 namespace streammoe::ffi_glue {
@@ -20,6 +21,8 @@ namespace {
 
 using Buffer = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
+
+cpu::Stream& stream_of(const RingCall& call) { return static_cast<cpu::Stream&>(*call.member->stream); }
 
 // An error after the ring was found costs the ring (its memory was donated): peers are told and the worker ends before
 // the error is reported, since XLA frees the call's memory next.
@@ -31,24 +34,7 @@ ffi::Error finish(const RingCall& call, const Status& status) {
   return to_ffi(status);
 }
 
-Status expect_y(const cpu::CallSpec& spec, const Buffer& y) {
-  return expect_buffer("y", y, element_type(spec.problem.dtype), spec.num_tokens * spec.problem.hidden);
-}
-
-Status expect_stats(const cpu::CallSpec& spec, Result expert_rows, Result counts) {
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", *expert_rows, ffi::DataType::S32, spec.problem.num_experts));
-  return expect_buffer("counts", *counts, ffi::DataType::S32, 3);
-}
-
-// An operand [c, width] of a chunk of an open stream. A chunk that does not exist is refused by the stream itself.
-Status expect_chunk(const cpu::CallSpec& spec, int64_t chunk, const char* name, const Buffer& buffer,
-                    ffi::DataType type, int64_t width) {
-  if (chunk < 0 || chunk >= spec.num_chunks) return {};
-  const auto [start, stop] = spec.chunk_bounds(chunk);
-  return expect_buffer(name, buffer, type, (stop - start) * width);
-}
-
-void write_stats(const cpu::CallStats& stats, Result& expert_rows, Result& counts) {
+void write_stats(const CallStats& stats, Result& expert_rows, Result& counts) {
   std::memcpy(expert_rows->untyped_data(), stats.expert_rows.data(), stats.expert_rows.size() * sizeof(int32_t));
   int32_t* out = counts->typed_data<int32_t>();
   out[0] = stats.dropped, out[1] = stats.invalid, out[2] = stats.masked;
@@ -56,28 +42,12 @@ void write_stats(const cpu::CallStats& stats, Result& expert_rows, Result& count
 
 Status register_ring(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out) {
   AttrReader attrs(dictionary);
-  const std::string name = attrs.text("ring");
-  STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  const auto ring = Registry::get().find(name);
-  if (ring == nullptr)
-    return error(Code::kNotFound, "ring '", name, "' was not created before its memory is registered");
-  Member* member = ring->find_member(ordinal);
-  if (member == nullptr) return error(Code::kNotFound, "ring '", name, "' has no rank on device ", ordinal);
-  if (mem_in.untyped_data() != mem_out->untyped_data()) {
-    return error(Code::kFailedPrecondition, "ring '", name, "': its memory was copied while it was registered");
-  }
-  member->registered = mem_in.untyped_data();
-  if (!ring->shared()) {
-    const int64_t bytes = ring->layout().total;
-    if (static_cast<int64_t>(mem_in.size_bytes()) != bytes) {
-      return error(Code::kFailedPrecondition, "ring '", name, "' needs ", bytes, " bytes, its memory has ",
-                   mem_in.size_bytes());
-    }
-    ring->set_base(member->group, member->rank, static_cast<uint8_t*>(mem_out->untyped_data()));
-  }
-  uint8_t* base = ring->base(member->group, member->rank);
-  std::memset(base, 0, static_cast<size_t>(ring->layout().slots));
-  reinterpret_cast<RingHeader*>(base + ring->layout().header)->magic = kRingMagic;
+  RingCall call;
+  STREAMMOE_RETURN_IF_ERROR(register_memory(attrs, ordinal, mem_in, *mem_out, &call));
+  const RingLayout& at = call.ring->layout();
+  uint8_t* base = call.ring->base(call.member->group, call.member->rank);
+  std::memset(base, 0, static_cast<size_t>(at.slots));
+  reinterpret_cast<RingHeader*>(base + at.header)->magic = kRingMagic;
   return {};
 }
 
@@ -95,21 +65,14 @@ XLA_FFI_DEFINE_HANDLER(kRegister, register_impl,
 Status open_stream(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out,
                    const Buffer (&operands)[kNumWeights], const Buffer& y, ExpertWeights* weights, RingCall* call) {
   AttrReader attrs(dictionary);
-  cpu::CallSpec spec = read_call(attrs);
+  CallSpec spec = read_call(attrs);
   const std::string name = attrs.text("ring");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, *mem_out, call));
-  const RingShape& shape = call->ring->shape();
-  if (shape.hidden != spec.problem.hidden || shape.top_k != spec.problem.top_k ||
-      shape.itemsize != dtype_bytes(spec.problem.dtype) || spec.chunk_tokens > shape.chunk_tokens) {
-    return error(Code::kFailedPrecondition, "ring '", name, "' was made for another config: hidden ", shape.hidden,
-                 ", top_k ", shape.top_k, ", itemsize ", shape.itemsize, ", chunk_tokens ", shape.chunk_tokens,
-                 "; the call has hidden ", spec.problem.hidden, ", top_k ", spec.problem.top_k, ", itemsize ",
-                 dtype_bytes(spec.problem.dtype), ", chunks of ", spec.chunk_tokens);
-  }
+  STREAMMOE_RETURN_IF_ERROR(expect_layer(*call->ring, spec));
   STREAMMOE_RETURN_IF_ERROR(expect_y(spec, y));
   STREAMMOE_RETURN_IF_ERROR(read_weights(spec.problem, operands, weights));
-  return call->member->stream->open(spec, *weights);
+  return stream_of(*call).open(spec, *weights);
 }
 
 ffi::Error open_impl(int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer gate, Buffer up, Buffer down,
@@ -143,16 +106,16 @@ Status find_open_ring(const char* what, int32_t ordinal, const ffi::Dictionary& 
   const std::string name = attrs.text("ring");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, *mem_out, call));
-  STREAMMOE_RETURN_IF_ERROR(call->member->stream->require_open(what));
-  STREAMMOE_RETURN_IF_ERROR(expect_y(call->member->stream->spec(), y_in));
+  STREAMMOE_RETURN_IF_ERROR(stream_of(*call).require_open(what));
+  STREAMMOE_RETURN_IF_ERROR(expect_y(stream_of(*call).spec(), y_in));
   return carry("y", y_in, *y_out);
 }
 
 Status publish_route(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
                      Buffer chunk, Buffer ids, Buffer topk_weights, Result mem_out, Result y_out) {
   STREAMMOE_RETURN_IF_ERROR(find_open_ring("publish_route", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
-  cpu::Stream& stream = *call->member->stream;
-  const cpu::CallSpec& spec = stream.spec();
+  cpu::Stream& stream = stream_of(*call);
+  const CallSpec& spec = stream.spec();
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("chunk", chunk, ffi::DataType::S32, 1));
   const int64_t index = *chunk.typed_data<int32_t>(), top_k = spec.problem.top_k;
   STREAMMOE_RETURN_IF_ERROR(expect_chunk(spec, index, "topk_ids", ids, ffi::DataType::S32, top_k));
@@ -182,8 +145,8 @@ XLA_FFI_DEFINE_HANDLER(kPublishRoute, publish_route_impl,
 Status publish_layout(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
                       Buffer chunk, Buffer x, Result mem_out, Result y_out) {
   STREAMMOE_RETURN_IF_ERROR(find_open_ring("publish_layout", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
-  cpu::Stream& stream = *call->member->stream;
-  const cpu::CallSpec& spec = stream.spec();
+  cpu::Stream& stream = stream_of(*call);
+  const CallSpec& spec = stream.spec();
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("chunk", chunk, ffi::DataType::S32, 1));
   const int64_t index = *chunk.typed_data<int32_t>();
   STREAMMOE_RETURN_IF_ERROR(expect_chunk(spec, index, "x", x, element_type(spec.problem.dtype), spec.problem.hidden));
@@ -211,11 +174,11 @@ Status close_stream(RingCall* call, int32_t ordinal, const ffi::Dictionary& attr
                     const Buffer (&operands)[kNumWeights], Result mem_out, Result y_out, Result expert_rows,
                     Result counts) {
   STREAMMOE_RETURN_IF_ERROR(find_open_ring("close_stream", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
-  cpu::Stream& stream = *call->member->stream;
-  STREAMMOE_RETURN_IF_ERROR(expect_stats(stream.spec(), expert_rows, counts));
+  cpu::Stream& stream = stream_of(*call);
+  STREAMMOE_RETURN_IF_ERROR(expect_stats(stream.spec(), *expert_rows, *counts));
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(stream.spec().problem, operands, &weights));
-  cpu::CallStats stats;
+  CallStats stats;
   STREAMMOE_RETURN_IF_ERROR(stream.close(weights, y_out->untyped_data(), &stats));
   write_stats(stats, expert_rows, counts);
   return {};
@@ -252,14 +215,14 @@ Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dict
                     Result expert_rows, Result counts) {
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(open_stream(ordinal, dictionary, mem_in, mem_out, operands, *y, &weights, call));
-  cpu::Stream& stream = *call->member->stream;
-  const cpu::CallSpec& spec = stream.spec();
+  cpu::Stream& stream = stream_of(*call);
+  const CallSpec& spec = stream.spec();
   const RingShape& shape = call->ring->shape();
   const int64_t num_pairs = spec.num_tokens * shape.top_k;
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, element_type(spec.problem.dtype), spec.num_tokens * shape.hidden));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_stats(spec, expert_rows, counts));
+  STREAMMOE_RETURN_IF_ERROR(expect_stats(spec, *expert_rows, *counts));
   for (int64_t chunk = 0; chunk < spec.num_chunks; ++chunk) {
     const int64_t start = spec.chunk_bounds(chunk).first;
     STREAMMOE_RETURN_IF_ERROR(stream.publish_route(chunk, ids.typed_data<int32_t>() + start * shape.top_k,
@@ -269,7 +232,7 @@ Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dict
         chunk, static_cast<const uint8_t*>(x.untyped_data()) + start * shape.hidden * shape.itemsize,
         y->untyped_data()));
   }
-  cpu::CallStats stats;
+  CallStats stats;
   STREAMMOE_RETURN_IF_ERROR(stream.close(weights, y->untyped_data(), &stats));
   write_stats(stats, expert_rows, counts);
   return {};

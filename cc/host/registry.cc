@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <utility>
 
-#include "cpu/stream.h"
-
 namespace streammoe {
 
-Ring::Ring(std::string name, const RingShape& shape, int64_t num_groups, double timeout_s)
-    : name_(std::move(name)), shape_(shape), layout_(make_ring_layout(shape)), timeout_s_(timeout_s) {
+Ring::Ring(std::string name, const RingShape& shape, int64_t num_groups, double timeout_s, StreamFactory make_stream)
+    : name_(std::move(name)),
+      shape_(shape),
+      layout_(make_ring_layout(shape)),
+      timeout_s_(timeout_s),
+      make_stream_(std::move(make_stream)) {
   for (int64_t g = 0; g < num_groups; ++g) bases_.emplace_back(static_cast<size_t>(shape.num_ranks));
 }
 
@@ -18,12 +20,19 @@ Ring::~Ring() = default;
 void Ring::add_member(int64_t ordinal, int64_t group, int64_t rank) {
   Member& member = members_[ordinal];
   member.ordinal = ordinal, member.group = group, member.rank = rank;
-  member.stream = std::make_shared<cpu::Stream>(this, group, rank);
+  member.stream = make_stream_(this, group, rank);
 }
 
 Member* Ring::find_member(int64_t ordinal) {
   const auto it = members_.find(ordinal);
   return it == members_.end() ? nullptr : &it->second;
+}
+
+const RankStream* Ring::find_stream(int64_t group, int64_t rank) const {
+  for (const auto& [ordinal, member] : members_) {
+    if (member.group == group && member.rank == rank) return member.stream.get();
+  }
+  return nullptr;
 }
 
 std::vector<std::pair<int64_t, int64_t>> Ring::local_ranks() const {
@@ -61,6 +70,10 @@ std::string Ring::failure() const {
   return failure_;
 }
 
+void Ring::poll() {
+  for (auto& [ordinal, member] : members_) member.stream->poll();
+}
+
 bool Ring::in_use() const {
   return std::any_of(members_.begin(), members_.end(), [](const auto& m) { return m.second.stream->is_open(); });
 }
@@ -82,8 +95,8 @@ Registry& Registry::get() {
 }
 
 std::shared_ptr<Ring> Registry::create(const std::string& name, const RingShape& shape, int64_t num_groups,
-                                       double timeout_s) {
-  auto ring = std::make_shared<Ring>(name, shape, num_groups, timeout_s);
+                                       double timeout_s, Ring::StreamFactory make_stream) {
+  auto ring = std::make_shared<Ring>(name, shape, num_groups, timeout_s, std::move(make_stream));
   std::shared_ptr<Ring> replaced;  // ends after the lock: its worker may still have to be joined
   {
     std::lock_guard lock(mutex_);

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,21 +24,32 @@
 
 namespace streammoe {
 
-namespace cpu {
-class Stream;
-}
+// One rank's side of the protocol, on whatever device it runs.
+class RankStream {
+ public:
+  virtual ~RankStream() = default;
+  virtual bool is_open() const = 0;
+  // After an error: makes the ring terminal, tells the peers, and returns once nothing of the call touches memory.
+  virtual void abort(const Status& why) = 0;
+  // Notes a failure that only the device knows of so far.
+  virtual void poll() {}
+  // Copies the control region, the first layout().slots bytes of the rank's heap.
+  virtual Status read_control(std::vector<uint8_t>* out) const = 0;
+};
 
 struct Member {
   int64_t ordinal = 0;  // XLA's device ordinal
   int64_t group = 0;
   int64_t rank = 0;
-  const void* registered = nullptr;     // address of the `mem` leaf, set by the registering call
-  std::shared_ptr<cpu::Stream> stream;  // this rank's side of the protocol
+  const void* registered = nullptr;  // address of the `mem` leaf, set by the registering call
+  std::shared_ptr<RankStream> stream;
 };
 
 class Ring {
  public:
-  Ring(std::string name, const RingShape& shape, int64_t num_groups, double timeout_s);
+  // Makes the stream of a rank: what tells a ring on CPUs from one on GPUs.
+  using StreamFactory = std::function<std::shared_ptr<RankStream>(Ring* ring, int64_t group, int64_t rank)>;
+  Ring(std::string name, const RingShape& shape, int64_t num_groups, double timeout_s, StreamFactory make_stream);
   ~Ring();
 
   const std::string& name() const { return name_; }
@@ -47,7 +59,8 @@ class Ring {
 
   void add_member(int64_t ordinal, int64_t group, int64_t rank);
   Member* find_member(int64_t ordinal);
-  std::vector<std::pair<int64_t, int64_t>> local_ranks() const;  // (group, rank), in device order
+  const RankStream* find_stream(int64_t group, int64_t rank) const;  // nullptr when the rank is not of this process
+  std::vector<std::pair<int64_t, int64_t>> local_ranks() const;      // (group, rank), in device order
   // Heap of a rank of a group; nullptr until it registered or was attached.
   uint8_t* base(int64_t group, int64_t rank) const;
   void set_base(int64_t group, int64_t rank, uint8_t* base);
@@ -58,6 +71,8 @@ class Ring {
   // so that XLA may free the memory of the rank that raises.
   void fail(const std::string& reason);
   std::string failure() const;  // empty while the ring works
+  // Asks the devices of this process for failures that the host has not heard of.
+  void poll();
   // Whether a stream is open on a rank of this process.
   bool in_use() const;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -68,6 +83,7 @@ class Ring {
   const RingShape shape_;
   const RingLayout layout_;
   const double timeout_s_;
+  const StreamFactory make_stream_;
   bool shared_ = false;  // the heap is POSIX shared memory, the `mem` leaf only a handle
   std::map<int64_t, Member> members_;
   std::vector<std::vector<std::atomic<uint8_t*>>> bases_;
@@ -93,7 +109,8 @@ class PeerAccess {
 class Registry {
  public:
   static Registry& get();
-  std::shared_ptr<Ring> create(const std::string& name, const RingShape& shape, int64_t num_groups, double timeout_s);
+  std::shared_ptr<Ring> create(const std::string& name, const RingShape& shape, int64_t num_groups, double timeout_s,
+                               Ring::StreamFactory make_stream);
   std::shared_ptr<Ring> find(const std::string& name) const;
   // Forgets a ring. Calls that are running on it end with an error instead of waiting for ranks that find no ring.
   bool close(const std::string& name);

@@ -1,21 +1,22 @@
-// The grouped GEMM of the expert layer on sm_90a, bf16: out[rows, N] = epilogue(A[rows, K] x b[expert][K, N]).
+// The grouped GEMM of the expert layer on sm_90a: out[rows, N] = epilogue(A[rows, K] x b[expert][K, N]).
 //
-// Contract: every output element is one float32 accumulator, started from +0, k ascending in steps of 16, of the
-// instruction m64n256k16; nothing else enters it, so its bits depend on its own row and its expert's weights alone.
-// Rows past an expert's count hold anything: they reach only rows nobody reads. K and N need only be multiples of 8:
-// TMA fills with zeros past K and clips past N, and weights are 3-D maps, so no box reaches into the next expert.
-// A is a matrix of sorted rows, loaded by TMA, or gathered, row r being x[row_pair[r] / top_k], by threads with
-// cp.async, because TMA on this part cannot gather rows. The bits are the same.
-// Shape: persistent clusters of 2 CTAs; tile 128 x 256 x 64; four 48-KB stages; a producer warpgroup and two math
-// warpgroups of 64 rows each that do not wait for each other, so that one's epilogue hides behind the other's wgmma.
-// Gated: the 256 columns are 128 of gate and 128 of up, which so meet in one thread's registers.
-// Trade-off: 224 KB of shared memory, one CTA per SM; the output is staged 16 KB at a time per warpgroup.
+// Contract: elements are bf16 or f16 (kType). Every output element is one float32 accumulator, started from +0, k
+// ascending in steps of 16, of the instruction m64n256k16; nothing else enters it, so its bits depend on its own row
+// and its expert's weights alone. Rows past an expert's count hold anything: they reach only rows nobody reads. K and N
+// need only be multiples of 8: TMA fills with zeros past K and clips past N, and weights are 3-D maps, so no box
+// reaches into the next expert. A is a matrix of sorted rows, loaded by TMA, or gathered, row r being x[row_pair[r] /
+// top_k], by threads with cp.async, because TMA on this part cannot gather rows. Out is a matrix of sorted rows,
+// written by TMA, or scattered, row r going to out[row_pair[r]], by threads; then rows past the count are not written.
+// The bits are the same. Shape: persistent clusters of 2 CTAs; tile 128 x 256 x 64; four 48-KB stages; a producer
+// warpgroup and two math warpgroups of 64 rows each that do not wait for each other, so that one's epilogue hides
+// behind the other's wgmma. Gated: the 256 columns are 128 of gate and 128 of up, which so meet in one thread's
+// registers. Trade-off: 224 KB of shared memory, one CTA per SM; the output is staged 16 KB at a time per warpgroup.
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
 
 #include "device/activation.cuh"
+#include "device/element.cuh"
 #include "device/ptx_sm90.cuh"
 #include "device/scheduler.cuh"
 #include "device/wgmma_sm90.cuh"
@@ -23,7 +24,7 @@
 namespace streammoe::sm90 {
 
 inline constexpr int kBlockN = 256;  // weight columns per tile: the widest instruction, the fewest reads of A
-inline constexpr int kBlockK = 64;   // 128 bytes of bf16: the widest swizzle
+inline constexpr int kBlockK = 64;   // 128 bytes: the widest swizzle
 inline constexpr int kStages = 4;    // 192 KB, what fits beside the staging buffers; 4 x 0.7 us covers an L2 miss
 inline constexpr int kBoxBytes = 64 * 64 * 2;
 inline constexpr int kStageBytesA = 2 * kBoxBytes;  // [128 rows][64 k], two boxes of 64 rows
@@ -38,6 +39,7 @@ inline constexpr int kGemmSharedBytes = 1024 + kStages * kStageBytes + 2 * kStag
 inline constexpr int kProducerRegisters = 72;
 inline constexpr int kMathRegisters = 216;
 
+// Pointers to uint16_t are to elements of the kernel's type.
 struct GemmParams {
   const BlockInfo* blocks;
   const int32_t* num_blocks;  // on the device: the launch does not know how many rows there are
@@ -46,14 +48,17 @@ struct GemmParams {
   int32_t k_steps;                     // ceil(K / kBlockK)
   int32_t n_size;                      // columns of the output
   float limit;                         // clamp of the activation, +infinity for none
-  const __nv_bfloat16* bias0;          // gate (gated) or the only one; nullptr for none
-  const __nv_bfloat16* bias1;          // up
+  const uint16_t* bias0;               // gate (gated) or the only one; nullptr for none
+  const uint16_t* bias1;               // up
   int64_t bias0_stride, bias1_stride;  // elements from one expert to the next
-  // Gathered A only: x [T, depth], the sorted rows' pairs, routes per token.
-  const __nv_bfloat16* x;
+  // Gathered A or scattered out: the sorted rows' pairs.
   const int32_t* row_pair;
+  // Gathered A only: x [T, depth], routes per token.
+  const uint16_t* x;
   int32_t top_k;
   int32_t depth;
+  // Scattered out only: the matrix [pairs, n_size].
+  uint16_t* out;
 };
 
 inline constexpr int kGatherThreads = 128;  // the producer warpgroup
@@ -143,7 +148,7 @@ __device__ __forceinline__ void produce_gathered(const CUtensorMap& map_b0, cons
   Tile tile;
   while (queue.next<true>(tile, thread & 31)) {
     const int32_t* pairs = p.row_pair + static_cast<int64_t>(tile.block) * kBlockM + first;
-    const __nv_bfloat16* source[kCopies];
+    const uint16_t* source[kCopies];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int32_t pair = first + 16 * i < tile.rows ? pairs[16 * i] : 0;
@@ -191,7 +196,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty, int stage, int lan
 }
 
 // acc = the tile's product for this warpgroup's 64 rows. All stages consumed are released at return.
-template <bool kGather>
+template <DType kType, bool kGather>
 __device__ __forceinline__ void multiply(float (&acc)[128], Pipeline& pipe, int32_t k_steps, int group, int lane,
                                          uint32_t stage_base, uint32_t full, uint32_t empty) {
   // A: K-major, 8-row groups 1024 B apart. B: MN-major, 8-deep groups 1024 B apart, 64-column boxes kBoxBytes
@@ -209,8 +214,8 @@ __device__ __forceinline__ void multiply(float (&acc)[128], Pipeline& pipe, int3
 #pragma unroll
     for (int step = 0; step < kBlockK / 16; ++step) {
       // 16 deep: 32 B along a swizzled row of A, two 8-deep groups of B.
-      Wgmma<kBlockN, 0, 1>::mma(acc, a_base + offset + step * (32 >> 4), b_base + offset + step * (2048 >> 4),
-                                step == 0 ? k : 1);
+      Wgmma<kBlockN, 0, 1, kType>::mma(acc, a_base + offset + step * (32 >> 4), b_base + offset + step * (2048 >> 4),
+                                       step == 0 ? k : 1);
     }
     wgmma_commit();
     // The group before this one is complete: its stage can be refilled while this one runs.
@@ -233,15 +238,15 @@ __device__ __forceinline__ void drain(Pipeline& pipe, int32_t k_steps, int lane,
   }
 }
 
-template <int kFirst, int kGroups>
-__device__ __forceinline__ void add_bias(float (&acc)[128], const __nv_bfloat16* bias, int32_t column, int32_t n_size,
+template <DType kType, int kFirst, int kGroups>
+__device__ __forceinline__ void add_bias(float (&acc)[128], const uint16_t* bias, int32_t column, int32_t n_size,
                                          int lane) {
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
     const int32_t c = column + 8 * j + 2 * (lane & 3);
     if (c < n_size) {
       const uint32_t pair = *reinterpret_cast<const uint32_t*>(bias + c);
-      const float low = bf16_low(pair), high = bf16_high(pair);
+      const float low = Element<kType>::low(pair), high = Element<kType>::high(pair);
       float* d = acc + kFirst + 4 * j;
       d[0] = __fadd_rn(d[0], low);
       d[1] = __fadd_rn(d[1], high);
@@ -258,44 +263,58 @@ __device__ __forceinline__ void stage_strip(uint32_t box, int strip, int row, in
   stmatrix_x4(box + row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
 }
 
-// Epilogue: activation (if any), bf16, shared memory, TMA store, in boxes of 64 columns over two buffers.
-template <bool kGated, bool kActivate, Activation kActivation>
+template <DType kType, bool kGated>
+__device__ __forceinline__ void add_biases(float (&acc)[128], const GemmParams& p, const Tile& tile, int lane) {
+  constexpr int kColumns = kGated ? kBlockN / 2 : kBlockN;
+  const int32_t column = tile.n_tile * kColumns;
+  if (p.bias0 != nullptr) {
+    const uint16_t* bias = p.bias0 + tile.expert * p.bias0_stride;
+    add_bias<kType, 0, kColumns / 8>(acc, bias, column, p.n_size, lane);
+  }
+  if constexpr (kGated) {
+    if (p.bias1 != nullptr) {
+      const uint16_t* bias = p.bias1 + tile.expert * p.bias1_stride;
+      add_bias<kType, 64, kColumns / 8>(acc, bias, column, p.n_size, lane);
+    }
+  }
+}
+
+// Activation (if any) and rounding of 64 columns: four strips of 16 columns as stmatrix takes them.
+template <DType kType, bool kGated, bool kActivate, Activation kActivation>
+__device__ __forceinline__ void pack_box(uint32_t (&packed)[4][4], const float (&acc)[128], int box, float limit) {
+#pragma unroll
+  for (int strip = 0; strip < 4; ++strip) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int e = (box * 4 + strip) * 8 + 2 * i;  // accumulators: strip of two 8-column groups
+      if constexpr (kGated) {
+        packed[strip][i] = Element<kType>::pack(activate<kActivation>(acc[e], acc[64 + e], limit),
+                                                activate<kActivation>(acc[e + 1], acc[64 + e + 1], limit));
+      } else if constexpr (kActivate) {
+        packed[strip][i] = Element<kType>::pack(activate<kActivation>(acc[e], 0.0f, limit),
+                                                activate<kActivation>(acc[e + 1], 0.0f, limit));
+      } else {
+        packed[strip][i] = Element<kType>::pack(acc[e], acc[e + 1]);
+      }
+    }
+  }
+}
+
+// Epilogue in sorted order: bias, activation, rounding, shared memory, TMA store, in boxes of 64 columns over two
+// buffers.
+template <DType kType, bool kGated, bool kActivate, Activation kActivation>
 __device__ __forceinline__ void store_tile(float (&acc)[128], const CUtensorMap& map_out, const GemmParams& p,
                                            const Tile& tile, int group, int warp, int lane, uint32_t staging) {
   constexpr int kColumns = kGated ? kBlockN / 2 : kBlockN;
   const int32_t column = tile.n_tile * kColumns;
-  if (p.bias0 != nullptr) {
-    const __nv_bfloat16* bias = p.bias0 + tile.expert * p.bias0_stride;
-    add_bias<0, kColumns / 8>(acc, bias, column, p.n_size, lane);
-  }
-  if constexpr (kGated) {
-    if (p.bias1 != nullptr) {
-      const __nv_bfloat16* bias = p.bias1 + tile.expert * p.bias1_stride;
-      add_bias<64, kColumns / 8>(acc, bias, column, p.n_size, lane);
-    }
-  }
+  add_biases<kType, kGated>(acc, p, tile, lane);
   const bool issuer = warp == 0 && lane == 0;
   const int row = warp * 16 + (lane & 15);  // the row whose address this lane gives to stmatrix
 #pragma unroll
   for (int box = 0; box < kColumns / 64; ++box) {
     const uint32_t buffer = staging + (box & 1) * kBoxBytes;
     uint32_t packed[4][4];
-#pragma unroll
-    for (int strip = 0; strip < 4; ++strip) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int e = (box * 4 + strip) * 8 + 2 * i;  // accumulators: strip of two 8-column groups
-        if constexpr (kGated) {
-          packed[strip][i] = pack_bf16(activate<kActivation>(acc[e], acc[64 + e], p.limit),
-                                       activate<kActivation>(acc[e + 1], acc[64 + e + 1], p.limit));
-        } else if constexpr (kActivate) {
-          packed[strip][i] =
-              pack_bf16(activate<kActivation>(acc[e], 0.0f, p.limit), activate<kActivation>(acc[e + 1], 0.0f, p.limit));
-        } else {
-          packed[strip][i] = pack_bf16(acc[e], acc[e + 1]);
-        }
-      }
-    }
+    pack_box<kType, kGated, kActivate, kActivation>(packed, acc, box, p.limit);
     // The store that read this buffer two boxes ago is done reading; the barrier tells the other threads.
     if (issuer) tma_store_wait_read<1>();
     named_barrier_sync(1 + group, 128);
@@ -310,7 +329,58 @@ __device__ __forceinline__ void store_tile(float (&acc)[128], const CUtensorMap&
   }
 }
 
-template <bool kGather, bool kGated, bool kActivate, Activation kActivation>
+// Where the row of this pair goes.
+__device__ __forceinline__ uint16_t* row_destination(const GemmParams& p, int32_t pair) {
+  return p.out + static_cast<int64_t>(pair) * p.n_size;
+}
+
+// The rows that a lane stores when scattering: eight lanes write 128 bytes of one row, a warp's 16 rows are four steps.
+inline constexpr int kScatterSteps = 4;
+__device__ __forceinline__ int scatter_row(int step, int lane) { return 4 * step + (lane >> 3); }
+
+// Pairs of this lane's rows, -1 for rows that are not written; asked for before the product, which hides the latency.
+__device__ __forceinline__ void load_pairs(int32_t (&pairs)[kScatterSteps], const GemmParams& p, const Tile& tile,
+                                           int group, int warp, int lane) {
+#pragma unroll
+  for (int step = 0; step < kScatterSteps; ++step) {
+    const int32_t row = 64 * group + 16 * warp + scatter_row(step, lane);
+    pairs[step] = row < tile.rows ? p.row_pair[static_cast<int64_t>(tile.block) * kBlockM + row] : -1;
+  }
+}
+
+// Epilogue with scattered rows: as store_tile, but each warp stages its own 16 rows and writes them itself, in pieces
+// of 16 bytes, so warps do not wait for each other. Two buffers: when a warp writes one, its __syncwarp() for the other
+// has already ordered all its lanes' reads of the box before.
+template <DType kType, bool kGated, bool kActivate, Activation kActivation>
+__device__ __forceinline__ void scatter_tile(float (&acc)[128], const int32_t (&pairs)[kScatterSteps],
+                                             const GemmParams& p, const Tile& tile, int warp, int lane,
+                                             uint32_t staging) {
+  constexpr int kColumns = kGated ? kBlockN / 2 : kBlockN;
+  const int32_t column = tile.n_tile * kColumns + 8 * (lane & 7);
+  add_biases<kType, kGated>(acc, p, tile, lane);
+  uint16_t* target[kScatterSteps];
+#pragma unroll
+  for (int step = 0; step < kScatterSteps; ++step) target[step] = row_destination(p, max(pairs[step], 0)) + column;
+  const uint32_t own = staging + warp * 16 * 128;  // a multiple of 1024, so row % 8 is that of the box
+#pragma unroll
+  for (int box = 0; box < kColumns / 64; ++box) {
+    const uint32_t buffer = own + (box & 1) * kBoxBytes;
+    uint32_t packed[4][4];
+    pack_box<kType, kGated, kActivate, kActivation>(packed, acc, box, p.limit);
+#pragma unroll
+    for (int strip = 0; strip < 4; ++strip) stage_strip(buffer, strip, lane & 15, lane, packed[strip]);
+    __syncwarp();  // publishes the lanes' stmatrix writes to the loads below
+    const bool inside = column + 64 * box < p.n_size;
+#pragma unroll
+    for (int step = 0; step < kScatterSteps; ++step) {
+      const int row = scatter_row(step, lane);
+      const int4 piece = load_shared_16(buffer + row * 128 + (((lane & 7) ^ (row & 7)) << 4));
+      if (inside && pairs[step] >= 0) *reinterpret_cast<int4*>(target[step] + 64 * box) = piece;
+    }
+  }
+}
+
+template <DType kType, bool kGather, bool kScatter, bool kGated, bool kActivate, Activation kActivation>
 __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUtensorMap& map_b0,
                                              const CUtensorMap& map_b1, const CUtensorMap& map_out,
                                              const GemmParams& p) {
@@ -330,7 +400,7 @@ __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUt
     if constexpr (!kGather) tma_prefetch_map(&map_a);
     tma_prefetch_map(&map_b0);
     if constexpr (kGated) tma_prefetch_map(&map_b1);
-    tma_prefetch_map(&map_out);
+    if constexpr (!kScatter) tma_prefetch_map(&map_out);
     for (int s = 0; s < kStages; ++s) {
       // The expect_tx, and one arrival per gathering thread when its copies have landed.
       mbar_init(full + 8 * s, kGather ? 1 + kGatherThreads : 1);
@@ -368,13 +438,19 @@ __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUt
         drain(pipe, p.k_steps, lane, full, empty);
         continue;
       }
+      const uint32_t buffers = staging + group * kStagingBytes;
+      int32_t pairs[kScatterSteps];
+      if constexpr (kScatter) load_pairs(pairs, p, tile, group, warp & 3, lane);
       float acc[128];
-      multiply<kGather>(acc, pipe, p.k_steps, group, lane, base, full, empty);
-      store_tile<kGated, kActivate, kActivation>(acc, map_out, p, tile, group, warp & 3, lane,
-                                                 staging + group * kStagingBytes);
+      multiply<kType, kGather>(acc, pipe, p.k_steps, group, lane, base, full, empty);
+      if constexpr (kScatter) {
+        scatter_tile<kType, kGated, kActivate, kActivation>(acc, pairs, p, tile, warp & 3, lane, buffers);
+      } else {
+        store_tile<kType, kGated, kActivate, kActivation>(acc, map_out, p, tile, group, warp & 3, lane, buffers);
+      }
     }
     // Shared memory must outlive the stores' reads; their writes are complete at the end of the kernel.
-    if ((warp & 3) == 0 && lane == 0) tma_store_wait_all();
+    if (!kScatter && (warp & 3) == 0 && lane == 0) tma_store_wait_all();
   }
   // The peer may still arrive at this CTA's barriers or multicast into its stages: leave together.
   __syncwarp();

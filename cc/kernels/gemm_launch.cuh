@@ -17,6 +17,11 @@ namespace streammoe::sm90 {
 
 using GemmKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, GemmParams);
 
+// Defined in gemm_up_sm90.cuh, instantiated in gemm_up_bf16_sm90.cu and gemm_up_f16_sm90.cu; nullptr for an activation
+// that does not exist.
+template <DType kType>
+GemmKernel gemm_up_kernel(Activation activation, bool gather);
+
 inline cudaError_t prepare_gemm(GemmKernel kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmSharedBytes);
 }
@@ -41,37 +46,41 @@ inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& ar
   params.k_steps = static_cast<int32_t>((args.depth + kBlockK - 1) / kBlockK);
   params.n_size = static_cast<int32_t>(args.width);
   params.limit = args.limit;
-  params.bias0 = static_cast<const __nv_bfloat16*>(args.bias0.data);
-  params.bias1 = static_cast<const __nv_bfloat16*>(args.bias1.data);
+  params.bias0 = static_cast<const uint16_t*>(args.bias0.data);
+  params.bias1 = static_cast<const uint16_t*>(args.bias1.data);
   params.bias0_stride = args.bias0.expert_stride;
   params.bias1_stride = args.bias1.expert_stride;
   params.counters = args.counters;
-  params.x = static_cast<const __nv_bfloat16*>(args.a);
   params.row_pair = args.row_pair;
+  params.x = static_cast<const uint16_t*>(args.a);
   params.top_k = static_cast<int32_t>(args.top_k);
   params.depth = static_cast<int32_t>(args.depth);
-  const bool gather = args.row_pair != nullptr;
+  params.out = static_cast<uint16_t*>(args.out);
+  const bool gather = args.row_pair != nullptr && !args.scatter;
   if (args.counters == nullptr || (gather && args.top_k < 1)) return cudaErrorInvalidValue;
   const int64_t max_tiles = args.block_capacity * params.space.half_tiles;
   if (max_tiles > std::numeric_limits<int32_t>::max() - sms) return cudaErrorInvalidValue;
 
   CUtensorMap map_a, map_b0, map_b1, map_out;
-  if (cudaError_t e = encode_experts_bf16(&map_b0, args.b0.data, args.num_experts, args.depth, args.width,
-                                          args.b0.expert_stride, args.b0.row_stride);
+  if (cudaError_t e = encode_experts(&map_b0, args.dtype, args.b0.data, args.num_experts, args.depth, args.width,
+                                     args.b0.expert_stride, args.b0.row_stride);
       e != cudaSuccess)
     return e;
   map_b1 = map_b0;
   if (gated) {
-    if (cudaError_t e = encode_experts_bf16(&map_b1, args.b1.data, args.num_experts, args.depth, args.width,
-                                            args.b1.expert_stride, args.b1.row_stride);
+    if (cudaError_t e = encode_experts(&map_b1, args.dtype, args.b1.data, args.num_experts, args.depth, args.width,
+                                       args.b1.expert_stride, args.b1.row_stride);
         e != cudaSuccess)
       return e;
   }
-  if (cudaError_t e = encode_rows_bf16(&map_out, args.out, args.row_capacity, args.width); e != cudaSuccess) return e;
-
-  map_a = map_out;  // not used when gathering
+  map_a = map_out = map_b0;  // not used when gathering, when scattering
   if (!gather) {
-    if (cudaError_t e = encode_rows_bf16(&map_a, args.a, args.row_capacity, args.depth); e != cudaSuccess) return e;
+    if (cudaError_t e = encode_rows(&map_a, args.dtype, args.a, args.row_capacity, args.depth); e != cudaSuccess)
+      return e;
+  }
+  if (!args.scatter) {
+    if (cudaError_t e = encode_rows(&map_out, args.dtype, args.out, args.row_capacity, args.width); e != cudaSuccess)
+      return e;
   }
 
   const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(sms / 2, max_tiles));

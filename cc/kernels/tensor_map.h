@@ -1,4 +1,5 @@
-// Host encoding of the TMA tensor maps of the grouped GEMMs: boxes of 64 x 64 bf16 with the 128-byte swizzle.
+// Host encoding of the TMA tensor maps of the grouped GEMMs: boxes of 64 x 64 elements of 16 bits with the 128-byte
+// swizzle.
 //
 // Contract: maps are encoded per launch from the actual pointers and passed by value as __grid_constant__;
 // experts are a dimension of their own, never flattened into rows, so that out-of-range boxes read zeros and
@@ -11,12 +12,14 @@
 
 #include <cstdint>
 
+#include "host/problem.h"
+
 namespace streammoe::sm90 {
 
-// [rows, columns] row-major, contiguous.
-cudaError_t encode_rows_bf16(CUtensorMap* map, const void* data, int64_t rows, int64_t columns);
+// [rows, columns] row-major, contiguous, bf16 or f16.
+cudaError_t encode_rows(CUtensorMap* map, DType dtype, const void* data, int64_t rows, int64_t columns);
 // [experts, depth, columns]: strides in elements, columns contiguous.
-cudaError_t encode_experts_bf16(CUtensorMap* map, const void* data, int64_t experts, int64_t depth, int64_t columns,
-                                int64_t expert_stride, int64_t row_stride);
+cudaError_t encode_experts(CUtensorMap* map, DType dtype, const void* data, int64_t experts, int64_t depth,
+                           int64_t columns, int64_t expert_stride, int64_t row_stride);
 
 }  // namespace streammoe::sm90

@@ -21,6 +21,33 @@ struct SlotDescriptor {
 };
 static_assert(sizeof(SlotDescriptor) <= kLineBytes);
 
+// What the device knows of the call in progress: written by `open` in stream order, read by every later kernel of the
+// call. All macro-chunks but the last have chunks_per_macro chunks, all chunks but the last of a macro-chunk
+// chunk_tokens tokens.
+struct CallState {
+  uint64_t sequence_base;  // as of the header at `open`
+  uint64_t call;
+  uint64_t macro_base;
+  uint64_t tag;
+  int64_t num_tokens;
+  int64_t chunk_tokens;
+  int64_t macro_tokens;
+  int64_t chunks_per_macro;
+  int64_t num_chunks;
+  uint64_t failed;       // non-zero once a kernel of the call has failed: its outputs are NaN
+  uint32_t arrivals[2];  // CTAs that have arrived at a publication in progress, by half
+
+  // First token of a chunk, counted from the start of its macro-chunk, and how many it has.
+  STREAMMOE_HD constexpr int64_t chunk_base(int64_t chunk) const { return chunk % chunks_per_macro * chunk_tokens; }
+  STREAMMOE_HD constexpr int64_t chunk_size(int64_t chunk) const {
+    const int64_t macro_start = chunk / chunks_per_macro * macro_tokens;
+    const int64_t in_macro = num_tokens - macro_start < macro_tokens ? num_tokens - macro_start : macro_tokens;
+    const int64_t left = in_macro - chunk_base(chunk);
+    return left <= 0 ? 0 : left < chunk_tokens ? left : chunk_tokens;
+  }
+};
+static_assert(sizeof(CallState) <= kLineBytes);
+
 // Mixes one more value into a tag (the finaliser constants are those of splitmix64).
 STREAMMOE_HD constexpr uint64_t mix_tag(uint64_t tag, uint64_t value) {
   uint64_t z = tag + 0x9e3779b97f4a7c15ull + value;

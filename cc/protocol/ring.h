@@ -4,6 +4,10 @@
 // word or slot is `peer base + offset`. Python's byte formulas (jax_streammoe/layout.py) are pinned to this file
 // by a test. Regions are aligned to 128 bytes; each polled word has a 128-byte line of its own, so that a
 // poller never shares a line with another writer. The price is R * S lines per word table.
+// On a GPU (num_experts > 0) the payload does not lie in the slots but by token: token t of a macro-chunk is row t of
+// its rank's part of the token pool, its routes are row t of combine_ids and combine_weights. So nothing is copied
+// twice and nothing inside a macro-chunk is ever overwritten; the slots hold descriptors only. The kernels' tables and
+// the activations between the two products lie behind the pool, because work on a side stream outlives XLA's scratch.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +34,25 @@ struct RingShape {
   int64_t hidden = 8;        // H
   int64_t top_k = 1;         // K
   int64_t itemsize = 4;      // bytes of one activation element
-  int64_t pool_tokens = 1;   // P, token rows that this rank can hold for its experts
+  int64_t pool_tokens = 1;   // P, token rows that this rank can hold for its experts; R * S * C on a GPU
+  int64_t num_experts = 0;   // L on a GPU, 0 on the host, whose experts work in their own memory
+  int64_t intermediate = 0;  // I on a GPU
+
+  STREAMMOE_HD constexpr bool on_gpu() const { return num_experts > 0; }
 };
+
+// Row blocks that `pairs` routes to `experts` experts can fill, each expert's last block being partial.
+inline constexpr int64_t kRowBlock = 128;
+STREAMMOE_HD constexpr int64_t most_row_blocks(int64_t pairs, int64_t experts) {
+  const int64_t used = pairs < experts ? pairs : experts;
+  const int64_t blocks = (pairs + used * (kRowBlock - 1)) / kRowBlock;
+  return blocks > 1 ? blocks : 1;
+}
+// The tables of a plan: a pair per row, 16 bytes per block, counts of at most 128 partial plans and of the whole, and
+// the gaps between tables.
+STREAMMOE_HD constexpr int64_t plan_table_bytes(int64_t blocks, int64_t experts) {
+  return align_line(blocks * (kRowBlock * 4 + 16) + 130 * (experts + 1) * 4 + 4096);
+}
 
 // First line of the control region. Written by the owning rank only, between calls.
 struct RingHeader {
@@ -44,6 +65,8 @@ struct RingHeader {
 struct RingLayout {
   // control
   int64_t header = 0;
+  int64_t call = 0;          // CallState of the call in progress, on a GPU
+  int64_t peers = 0;         // [R] u64, where every rank's ring lies in this rank's address space, on a GPU
   int64_t route_ready = 0;   // [R][S] lines, written by source r
   int64_t layout_ready = 0;  // [R][S] lines, written by source r
   int64_t consumed = 0;      // [R][S] lines at the owner of the slot, written by reader r
@@ -65,6 +88,11 @@ struct RingLayout {
   int64_t combine_ids = 0;      // [S * C, K] i32, the owner's own copy: slots are reused inside a macro-chunk
   int64_t combine_weights = 0;  // [S * C, K] f32, likewise
   int64_t combine_flags = 0;    // [S * C, K] u8, 1: the route was dropped by `capacity`
+  // work, on a GPU only
+  int64_t stats = 0;        // [L + 3] i32: rows per expert, then dropped, invalid and masked routes
+  int64_t computed = 0;     // [2][L] i32: routes of each expert that waves have computed, alternating by wave
+  int64_t plan = 0;         // tables of a wave's plan
+  int64_t activations = 0;  // [rows, I], rows of the largest wave
   int64_t total = 0;
 
   STREAMMOE_HD constexpr int64_t word(int64_t table, int64_t rank, int64_t slot, int64_t num_slots) const {
@@ -77,6 +105,8 @@ STREAMMOE_HD constexpr RingLayout make_ring_layout(const RingShape& s) {
   RingLayout l;
   int64_t at = 0;
   l.header = at, at += kLineBytes;
+  l.call = at, at += kLineBytes;
+  l.peers = at, at += s.on_gpu() ? align_line(s.num_ranks * 8) : 0;
   l.route_ready = at, at += s.num_ranks * s.num_slots * kLineBytes;
   l.layout_ready = at, at += s.num_ranks * s.num_slots * kLineBytes;
   l.consumed = at, at += s.num_ranks * s.num_slots * kLineBytes;
@@ -85,10 +115,11 @@ STREAMMOE_HD constexpr RingLayout make_ring_layout(const RingShape& s) {
   l.error = at, at += kErrorBytes;
 
   int64_t in = 0;
-  l.slot_x = in, in += align_line(s.chunk_tokens * s.hidden * s.itemsize);
-  l.slot_x_scale = in, in += align_line(s.chunk_tokens * ((s.hidden + kScaleColumns - 1) / kScaleColumns) * 4);
-  l.slot_topk_ids = in, in += align_line(s.chunk_tokens * s.top_k * 4);
-  l.slot_topk_weights = in, in += align_line(s.chunk_tokens * s.top_k * 4);
+  const int64_t slot_tokens = s.on_gpu() ? 0 : s.chunk_tokens;
+  l.slot_x = in, in += align_line(slot_tokens * s.hidden * s.itemsize);
+  l.slot_x_scale = in, in += align_line(slot_tokens * ((s.hidden + kScaleColumns - 1) / kScaleColumns) * 4);
+  l.slot_topk_ids = in, in += align_line(slot_tokens * s.top_k * 4);
+  l.slot_topk_weights = in, in += align_line(slot_tokens * s.top_k * 4);
   l.slot_route_descriptor = in, in += kLineBytes;
   l.slot_layout_descriptor = in, in += kLineBytes;
   l.slots = at, l.slot_stride = in, at += s.num_slots * in;
@@ -99,6 +130,11 @@ STREAMMOE_HD constexpr RingLayout make_ring_layout(const RingShape& s) {
   l.combine_ids = at, at += align_line(macro_tokens * s.top_k * 4);
   l.combine_weights = at, at += align_line(macro_tokens * s.top_k * 4);
   l.combine_flags = at, at += align_line(macro_tokens * s.top_k);
+  const int64_t blocks = s.on_gpu() ? most_row_blocks(s.num_ranks * macro_tokens * s.top_k, s.num_experts) : 0;
+  l.stats = at, at += s.on_gpu() ? align_line((s.num_experts + 3) * 4) : 0;
+  l.computed = at, at += align_line(2 * s.num_experts * 4);
+  l.plan = at, at += s.on_gpu() ? plan_table_bytes(blocks, s.num_experts) : 0;
+  l.activations = at, at += align_line(blocks * kRowBlock * s.intermediate * s.itemsize);
   l.total = at;
   return l;
 }

@@ -249,9 +249,9 @@ std::vector<float> expected(const Layer& layer, const Tokens& t, int64_t num_tok
   return y;
 }
 
-cpu::CallSpec call_spec(const Layer& layer, int64_t num_tokens, int64_t slots, bool overlap, bool packed,
-                        int64_t chunk_tokens = kChunk) {
-  cpu::CallSpec spec;
+CallSpec call_spec(const Layer& layer, int64_t num_tokens, int64_t slots, bool overlap, bool packed,
+                   int64_t chunk_tokens = kChunk) {
+  CallSpec spec;
   spec.problem = layer.problem;
   spec.num_tokens = num_tokens, spec.chunk_tokens = chunk_tokens;
   spec.macro_tokens = std::min(num_tokens, slots * kChunk);
@@ -280,7 +280,9 @@ struct World {
         at(make_ring_layout(shape)),
         heaps(ranks, at.total) {}
   void make(double timeout_s) {
-    ring = std::make_unique<Ring>("stress", shape, 1, timeout_s);
+    ring = std::make_unique<Ring>("stress", shape, 1, timeout_s, [](Ring* r, int64_t group, int64_t rank) {
+      return std::make_shared<cpu::Stream>(r, group, rank);
+    });
     heaps.clear(at);
     for (int64_t r = 0; r < shape.num_ranks; ++r) {
       ring->add_member(r, 0, r);
@@ -288,11 +290,11 @@ struct World {
     }
   }
   // One rank's call, as the handlers make it. y is checked when it succeeds.
-  Status call(int64_t rank, int number, const cpu::CallSpec& spec, std::minstd_rand& random) {
-    cpu::Stream& stream = *ring->find_member(rank)->stream;
+  Status call(int64_t rank, int number, const CallSpec& spec, std::minstd_rand& random) {
+    auto& stream = static_cast<cpu::Stream&>(*ring->find_member(rank)->stream);
     const Tokens t = tokens_of(rank, number, spec.num_tokens, layer.ranks * kLocal);
     std::vector<float> y(static_cast<size_t>(spec.num_tokens * kHidden), -7.f);
-    cpu::CallStats stats;
+    CallStats stats;
     const auto run = [&]() -> Status {
       STREAMMOE_RETURN_IF_ERROR(stream.open(spec, layer.weights(rank * kLocal)));
       for (int64_t chunk = 0; chunk < spec.num_chunks; ++chunk) {
@@ -390,11 +392,11 @@ void different_plans() {
 void inconsistent_plans() {
   World world(2, 2);
   world.make(20);
-  const cpu::CallSpec good = call_spec(world.layer, 13, 2, false, true);
+  const CallSpec good = call_spec(world.layer, 13, 2, false, true);
   EXPECT(good.check(world.shape).ok(), "%s", good.check(world.shape).message().c_str());
   struct Case {
     const char* text;
-    std::function<void(cpu::CallSpec&)> change;
+    std::function<void(CallSpec&)> change;
   };
   const std::vector<Case> cases = {
       {"macro_tokens must be", [](auto& s) { s.macro_tokens = 2 * kChunk + 1; }},
@@ -413,18 +415,19 @@ void inconsistent_plans() {
       {"num_experts must be", [](auto& s) { s.problem.num_experts = int64_t{1} << 30; }},
   };
   for (const Case& c : cases) {
-    cpu::CallSpec bad = good;
+    CallSpec bad = good;
     c.change(bad);
-    const Status status = world.ring->find_member(0)->stream->open(bad, world.layer.weights(0));
+    const Status status =
+        static_cast<cpu::Stream&>(*world.ring->find_member(0)->stream).open(bad, world.layer.weights(0));
     EXPECT(status.code() == Code::kInvalidArgument && status.message().find(c.text) != std::string::npos, "%s: '%s'",
            c.text, status.message().c_str());
   }
   EXPECT(!world.ring->in_use(), "a refused plan opened the stream");
-  const std::vector<std::function<void(cpu::CallSpec&)>> tagged = {
+  const std::vector<std::function<void(CallSpec&)>> tagged = {
       [](auto& s) { s.problem.block_m *= 2; }, [](auto& s) { s.problem.limit = 7; }, [](auto& s) { s.packed = false; },
       [](auto& s) { s.min_carry_rows += 1; }};
   for (size_t n = 0; n < tagged.size(); ++n) {
-    cpu::CallSpec other = good;
+    CallSpec other = good;
     tagged[n](other);
     EXPECT(other.tag() != good.tag(), "change %zu leaves the tag alone", n);
   }
@@ -434,8 +437,8 @@ void moved_experts() {
   World world(1, 2);
   for (const bool overlap : {false, true}) {
     world.make(20);
-    cpu::Stream& stream = *world.ring->find_member(0)->stream;
-    const cpu::CallSpec spec = call_spec(world.layer, kChunk, 2, overlap, true);
+    auto& stream = static_cast<cpu::Stream&>(*world.ring->find_member(0)->stream);
+    const CallSpec spec = call_spec(world.layer, kChunk, 2, overlap, true);
     const Tokens t = tokens_of(0, 0, kChunk, kLocal);
     std::vector<float> y(static_cast<size_t>(kChunk * kHidden));
     const ExpertWeights weights = world.layer.weights(0);
@@ -444,7 +447,7 @@ void moved_experts() {
     EXPECT(stream.publish_layout(0, t.x.data(), y.data()).ok(), "layout");
     ExpertWeights moved = weights;
     moved.b_down.data = y.data();
-    cpu::CallStats stats;
+    CallStats stats;
     const Status status = stream.close(moved, y.data(), &stats);
     EXPECT(
         status.code() == Code::kFailedPrecondition && status.message().find("moved the experts") != std::string::npos,

@@ -9,13 +9,13 @@
 namespace streammoe::sm90 {
 
 cudaError_t prepare_plan();
-cudaError_t prepare_gemm_up_bf16_sm90();
-cudaError_t prepare_gemm_down_bf16_sm90();
+cudaError_t prepare_gemm_up_sm90();
+cudaError_t prepare_gemm_down_sm90();
 
 cudaError_t prepare_device() {
   if (cudaError_t e = prepare_plan(); e != cudaSuccess) return e;
-  if (cudaError_t e = prepare_gemm_up_bf16_sm90(); e != cudaSuccess) return e;
-  return prepare_gemm_down_bf16_sm90();
+  if (cudaError_t e = prepare_gemm_up_sm90(); e != cudaSuccess) return e;
+  return prepare_gemm_down_sm90();
 }
 
 namespace {
@@ -31,7 +31,8 @@ size_t forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t 
                              aligned(rows * hidden * 2) + aligned(rows * intermediate * 2));
 }
 
-cudaError_t launch_forward_bf16_sm90(const ForwardArgs& args, void* workspace, cudaStream_t stream) {
+cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaStream_t stream) {
+  if (args.dtype == DType::kF32) return cudaErrorInvalidValue;
   if (args.num_tokens == 0) return cudaSuccess;
   char* base = static_cast<char*>(workspace);
   const Plan plan = make_plan(base, args.num_tokens, args.top_k, args.num_experts);
@@ -43,6 +44,7 @@ cudaError_t launch_forward_bf16_sm90(const ForwardArgs& args, void* workspace, c
   plan_args.num_tokens = args.num_tokens;
   plan_args.top_k = args.top_k;
   plan_args.num_experts = plan_args.total_experts = args.num_experts;
+  plan_args.window.capacity = args.capacity;
   if (cudaError_t e = launch_plan(plan_args, plan, stream); e != cudaSuccess) return e;
 
   const int64_t pairs = args.num_tokens * args.top_k;
@@ -57,6 +59,7 @@ cudaError_t launch_forward_bf16_sm90(const ForwardArgs& args, void* workspace, c
   gemm.blocks = plan.blocks;
   gemm.num_blocks = plan.totals;
   gemm.counters = plan.counters;
+  gemm.dtype = args.dtype;
   gemm.row_capacity = plan.row_capacity;
   gemm.block_capacity = plan.block_capacity;
   gemm.num_experts = args.num_experts;
@@ -73,7 +76,7 @@ cudaError_t launch_forward_bf16_sm90(const ForwardArgs& args, void* workspace, c
   gemm.b1 = args.weights.up;
   gemm.bias0 = args.weights.b_gate;
   gemm.bias1 = args.weights.b_up;
-  if (cudaError_t e = launch_gemm_up_bf16_sm90(gemm, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_gemm_up_sm90(gemm, stream); e != cudaSuccess) return e;
 
   gemm.a = act;
   gemm.row_pair = nullptr;
@@ -84,9 +87,9 @@ cudaError_t launch_forward_bf16_sm90(const ForwardArgs& args, void* workspace, c
   gemm.b1 = {};
   gemm.bias0 = args.weights.b_down;
   gemm.bias1 = {};
-  if (cudaError_t e = launch_gemm_down_bf16_sm90(gemm, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_gemm_down_sm90(gemm, stream); e != cudaSuccess) return e;
 
-  const CombineArgs combine{rows, args.topk_weights, args.y, args.num_tokens, args.top_k, args.hidden};
+  const CombineArgs combine{rows, args.topk_weights, args.y, args.num_tokens, args.top_k, args.hidden, args.dtype};
   return launch_combine(combine, plan, stream);
 }
 

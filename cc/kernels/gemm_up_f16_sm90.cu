@@ -1,0 +1,10 @@
+// The up products of f16 rows and weights.
+//
+// Contract and trade-off: see gemm_up_sm90.cuh.
+#include "kernels/gemm_up_sm90.cuh"
+
+namespace streammoe::sm90 {
+
+template GemmKernel gemm_up_kernel<DType::kF16>(Activation activation, bool gather);
+
+}  // namespace streammoe::sm90

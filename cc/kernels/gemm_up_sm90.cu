@@ -1,0 +1,30 @@
+// Launches the up products; the kernels are in gemm_up_sm90.cuh.
+//
+// Contract: cudaErrorInvalidValue for a type or an activation that has no kernel. Trade-off: all kernels are loaded
+// when the device is prepared, also those of the type that a program does not use; loading one beside a waiting peer
+// could stop both.
+#include "kernels/gemm_launch.cuh"
+
+namespace streammoe::sm90 {
+
+cudaError_t prepare_gemm_up_sm90() {
+  for (int32_t a = 0; a <= static_cast<int32_t>(Activation::kReLU2); ++a) {
+    const Activation activation = static_cast<Activation>(a);
+    for (const bool gather : {false, true}) {
+      if (cudaError_t e = prepare_gemm(gemm_up_kernel<DType::kBF16>(activation, gather)); e != cudaSuccess) return e;
+      if (cudaError_t e = prepare_gemm(gemm_up_kernel<DType::kF16>(activation, gather)); e != cudaSuccess) return e;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream) {
+  if (args.scatter || args.dtype == DType::kF32) return cudaErrorInvalidValue;
+  const bool gather = args.row_pair != nullptr;
+  const GemmKernel kernel = args.dtype == DType::kF16 ? gemm_up_kernel<DType::kF16>(args.activation, gather)
+                                                      : gemm_up_kernel<DType::kBF16>(args.activation, gather);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  return launch_gemm(kernel, is_gated(args.activation), args, stream);
+}
+
+}  // namespace streammoe::sm90

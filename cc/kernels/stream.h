@@ -1,0 +1,49 @@
+// The kernels of a stream that move no matrix: open, publish, await, close, as functions on a ring and a CUDA stream.
+//
+// Contract: everything about the call is read from, or written to, the ring's control region in device memory; nothing
+// is allocated, synchronised or copied to the host. Kernels run in stream order; only await_chunks waits for a word,
+// with the deadline of the ring, and only for publications of a lower ticket (docs/protocol.md). A failure is recorded
+// in `error` and in the call's state; the kernels behind it still run and the results are NaN.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "host/call.h"
+#include "protocol/device_error.h"
+#include "protocol/ring.h"
+
+namespace streammoe::sm90 {
+
+// A rank's ring as its host sees it.
+struct DeviceRing {
+  uint8_t* mem = nullptr;
+  RingShape shape;
+  int64_t rank = 0;
+  DeviceError* error = nullptr;  // pinned host memory, as the device addresses it
+  double timeout_s = 100;
+};
+
+// Zeroes the control region and writes magic and peers [R], device pointers. Once, by make_ring.
+cudaError_t launch_register(const DeviceRing& ring, uint8_t* const* peers, cudaStream_t stream);
+// Starts a call: its state from the header and the plan.
+cudaError_t launch_open(const DeviceRing& ring, const CallSpec& spec, cudaStream_t stream);
+// Copies ids and weights [c, K] to their place and publishes them. chunk_operand: the program's index on the device,
+// which must be `chunk`. Ids outside -1 .. total_experts-1 become -1 and are counted.
+cudaError_t launch_publish_route(const DeviceRing& ring, int64_t chunk, const int32_t* chunk_operand,
+                                 int64_t num_tokens, const int32_t* topk_ids, const float* topk_weights,
+                                 int64_t total_experts, cudaStream_t stream);
+// Copies x [c, H] to its place and publishes it.
+cudaError_t launch_publish_layout(const DeviceRing& ring, int64_t chunk, const int32_t* chunk_operand,
+                                  int64_t num_tokens, const void* x, cudaStream_t stream);
+// Ends when both halves of chunks first .. last - 1 are published by all ranks, or have failed to be in time.
+cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t last, cudaStream_t stream);
+// Ends a call: advances the header, acknowledges the chunks, writes expert_rows [L] and counts [3] (dropped, invalid,
+// masked).
+cudaError_t launch_close(const DeviceRing& ring, const CallSpec& spec, int32_t* expert_rows, int32_t* counts,
+                         cudaStream_t stream);
+// Advances the header past a call that used no slot.
+cudaError_t launch_advance(const DeviceRing& ring, const CallSpec& spec, cudaStream_t stream);
+
+}  // namespace streammoe::sm90

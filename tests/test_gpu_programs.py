@@ -1,0 +1,297 @@
+"""Programs compiled for a GPU, on a machine that needs none: where XLA:GPU leaves the ring, and in which order it runs.
+
+What these programs compute is tested on the CPU (the same traces) and on a device (tests/gpu). Here every assertion is
+shown to refuse a program with the fault it is for. A build without CUDA has no handlers to compile for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_streammoe as sm
+from jax_streammoe import ffi
+from tests.helpers import gpu_compile as gpu
+
+__test__ = ffi.compiled.WITH_CUDA
+
+# T = 512 tokens in 4 chunks of C = 128; 3 layers, equal but for their weights.
+T, H, I, E, K, CHUNKS, LAYERS = 512, 256, 128, 8, 2, 4, 3
+CONFIG = sm.MoEConfig(E, K, H, I, dtype=jnp.bfloat16)
+WEIGHTS = {"norm": (H,), "router": (H, E), "gate_up": (E, H, 2 * I), "down": (E, I, H)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    if why := gpu.why_unavailable():
+        pytest.skip(why)
+
+
+def new_ring(mesh=None):
+    return gpu.abstract_ring(CONFIG, chunk_tokens=T // CHUNKS, num_slots=CHUNKS, mesh=mesh)
+
+
+def arguments(mesh=None):
+    """x, weights of all layers, ring: on one device, or over the ranks of a mesh."""
+    on = lambda *spec: None if mesh is None else NamedSharding(mesh, P(*spec))
+    split = {"gate_up": on(None, "ep"), "down": on(None, "ep")}
+    ranks = 1 if mesh is None else mesh.size
+    x = gpu.abstract((ranks * T, H), sharding=on("ep"))
+    weights = {n: gpu.abstract((LAYERS, *s), sharding=split.get(n, on())) for n, s in WEIGHTS.items()}
+    return x, weights, new_ring(mesh)
+
+
+def norm(x, scale):
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale[None]
+
+
+def route(x, router):
+    return sm.route_topk(jnp.dot(x, router, preferred_element_type=jnp.float32), CONFIG)
+
+
+def stream(x, w, ring, **options):
+    options = {"chunks": CHUNKS} | options
+    y, ring, _ = sm.stream_moe(
+        x, route, w["gate_up"], w["down"], config=CONFIG, ring=ring, route_args=(w["router"],), **options
+    )
+    return y, ring
+
+
+def block(x, w, ring, **options):
+    y, ring = stream(norm(x, w["norm"]), w, ring, **options)
+    return x + jnp.tanh(y) * y, ring
+
+
+def batch_block(x, w, ring):
+    routed = route(norm(x, w["norm"]), w["router"])
+    y = sm.moe(norm(x, w["norm"]), routed.ids, routed.weights, w["gate_up"], w["down"], config=CONFIG)
+    return x + jnp.tanh(y) * y, ring
+
+
+def layer_of(weights, n):
+    return jax.tree.map(lambda w: w[n], weights)
+
+
+def one_layer(x, weights, ring, block=block):
+    return block(x, layer_of(weights, 0), ring)
+
+
+def unrolled(x, weights, ring, block=block):
+    for n in range(LAYERS):
+        x, ring = block(x, layer_of(weights, n), ring)
+    return x, ring
+
+
+def scanned(x, weights, ring, block=block):
+    return lax.scan(lambda carry, w: (block(carry[0], w, carry[1]), None), (x, ring), weights)[0]
+
+
+def gradient(net):
+    def run(x, weights, ring):
+        def loss(x, weights):
+            y, used = net(x, weights, ring)
+            return jnp.sum(jnp.square(y.astype(jnp.float32))), used
+
+        return jax.grad(loss, (0, 1), has_aux=True)(x, weights)
+
+    return run
+
+
+def remat(block):
+    return jax.checkpoint(block, policy=sm.checkpoint_policy())
+
+
+def over_ranks(net):
+    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
+    weights = {"norm": P(), "router": P(), "gate_up": P(None, "ep"), "down": P(None, "ep")}
+    specs = (P("ep"), weights, P("ep"))
+    return jax.shard_map(net, mesh=mesh, in_specs=specs, out_specs=(P("ep"), P("ep"))), mesh
+
+
+PROGRAMS = {  # name: (function, streams in its text, where a loop's body stands once)
+    "jit": (one_layer, 1),
+    "unrolled": (unrolled, LAYERS),
+    "scan": (scanned, 1),
+    "shard_map": (scanned, 1),
+    "gradient of scan": (gradient(scanned), 1),
+    "gradient of scan with remat": (gradient(lambda *a: scanned(*a, block=remat(block))), 1),
+}
+
+
+@functools.cache
+def compiled(name):
+    function, mesh = PROGRAMS[name][0], None
+    if name == "shard_map":
+        function, mesh = over_ranks(function)
+    args = arguments(mesh)
+    return gpu.compile_program(function, *args, donate=2), args[2]
+
+
+programs = pytest.mark.parametrize("name", PROGRAMS)
+
+
+@programs
+def test_the_ring_stays_in_place(name):
+    program, ring = compiled(name)
+    gpu.assert_no_copies(program, ring)
+    gpu.assert_in_place(program, ring)
+
+
+@programs
+def test_a_router_runs_while_the_experts_have_the_chunk_before(name):
+    program, _ = compiled(name)
+    gpu.assert_streamed_order(program, PROGRAMS[name][1], CHUNKS)
+
+
+@programs
+def test_experts_lie_still_from_open_to_close(name):
+    gpu.assert_same_experts(compiled(name)[0])
+
+
+@programs
+def test_command_buffers_hold_no_stream(name):
+    gpu.assert_not_captured(compiled(name)[0])
+
+
+def test_the_batch_ready_layer_is_captured():
+    x, weights, ring = arguments()
+    for net in one_layer, scanned:
+        program = gpu.compile_program(lambda x, weights, net=net: net(x, weights, None, batch_block)[0], x, weights)
+        assert len(program.calls("forward")) == 1
+        gpu.assert_captured(program, "forward")
+
+
+def test_a_gradient_calls_the_batch_ready_layer_once():
+    # Its output is a residual of the scan and an operand of what follows, which XLA would serve with a call each.
+    x, weights, _ = arguments()
+    net = gradient(lambda *a: scanned(*a, block=remat(batch_block)))
+    program = gpu.compile_program(lambda x, weights: net(x, weights, None), x, weights)
+    assert len(program.calls("forward")) == 1
+
+
+# Programs with a fault, and the assertion that each must fail.
+
+
+def refuses(assertion, program, *args, match):
+    with pytest.raises(AssertionError, match=match):
+        assertion(program, *args)
+
+
+def test_a_ring_that_is_not_donated_is_refused():
+    x, weights, ring = arguments()
+    program = gpu.compile_program(one_layer, x, weights, ring)
+    refuses(gpu.assert_no_copies, program, ring, match=r"copy\(%ring")
+    refuses(gpu.assert_in_place, program, ring, match="the ring is argument")
+
+
+def test_a_ring_of_two_calls_is_refused():
+    def twice(x, weights, ring):
+        y, _ = one_layer(x, weights, ring)
+        return one_layer(y, weights, ring)
+
+    x, weights, ring = arguments()
+    program = gpu.compile_program(twice, x, weights, ring, donate=2)
+    refuses(gpu.assert_no_copies, program, ring, match=r" copy\(")
+    refuses(gpu.assert_in_place, program, ring, match="the ring lies in 2 allocations")
+
+
+def test_a_ring_that_xla_writes_is_refused():
+    def touched(x, weights, ring):
+        y, ring = one_layer(x, weights, ring)
+        return y, dataclasses.replace(ring, mem=ring.mem + jnp.uint8(1))
+
+    x, weights, ring = arguments()
+    program = gpu.compile_program(touched, x, weights, ring, donate=2)
+    refuses(gpu.assert_no_copies, program, ring, match="add")
+
+
+def test_a_ring_kept_for_remat_is_refused():
+    x, weights, ring = arguments()
+    without_policy = gradient(lambda *a: scanned(*a, block=jax.checkpoint(block)))
+    program = gpu.compile_program(without_policy, x, weights, ring, donate=2)
+    refuses(gpu.assert_no_copies, program, ring, match=rf"u8\[{LAYERS},1,{ring.mem.shape[1]}\]")
+
+
+def by_hand(x, weights, ring, change=lambda experts: experts, ahead=False):
+    """A stream whose routers have weights of their own and wait for nothing; or come before everything else."""
+    w = layer_of(weights, 0)
+    parts = jnp.split(x, CHUNKS)
+    routed = [route(x_n, w["router"] * jnp.bfloat16(n + 1))[:2] for n, x_n in enumerate(parts)]
+    if ahead:
+        routed, mem = lax.optimization_barrier((routed, ring.mem))
+        ring = dataclasses.replace(ring, mem=mem)
+    s = sm.open_stream(ring, w["gate_up"], w["down"], config=CONFIG, num_tokens=T)
+    for n, x_n in enumerate(parts):
+        s = sm.publish_route(sm.publish_layout(s, n, x_n), n, *routed[n])
+    y, ring, _ = sm.close_stream(dataclasses.replace(s, experts=change(s.experts)))
+    return y, ring
+
+
+def test_routers_that_run_ahead_are_refused():
+    args = arguments()
+    program = gpu.compile_program(functools.partial(by_hand, ahead=True), *args, donate=2)
+    refuses(gpu.assert_streamed_order, program, 1, CHUNKS, match="run before chunk 0 is published")
+    # policy="serial" holds no router back, and XLA makes one product of all.
+    serial = functools.partial(block, policy="serial")
+    program = gpu.compile_program(lambda *a: one_layer(*a, block=serial), *args, donate=2)
+    refuses(gpu.assert_streamed_order, program, 1, CHUNKS, match="chunk 1 has no router of its own")
+
+
+def test_a_missing_chunk_is_refused():
+    program, _ = compiled("jit")
+    refuses(gpu.assert_streamed_order, program, 1, CHUNKS + 1, match="open")
+    refuses(gpu.assert_streamed_order, program, 2, CHUNKS, match="1 streams, wanted 2")
+
+
+def test_experts_that_move_are_refused():
+    doubled = functools.partial(by_hand, change=lambda e: (e[0] * jnp.bfloat16(2), *e[1:]))
+    program = gpu.compile_program(doubled, *arguments(), donate=2)
+    refuses(gpu.assert_same_experts, program, match="open reads")
+
+
+def test_calls_that_xla_doubles_are_refused(monkeypatch):
+    # Without the barrier of ffi.call, XLA folds the update of a scan's stacked residual into a second call.
+    monkeypatch.setattr(ffi.lax, "optimization_barrier", lambda values: values)
+    x, weights, ring = arguments()
+    untraced = remat(lambda *args: block(*args))
+    program = gpu.compile_program(gradient(lambda *a: scanned(*a, block=untraced)), x, weights, ring, donate=2)
+    assert len(program.calls("close")) == 2
+    refuses(gpu.assert_streamed_order, program, 1, CHUNKS, match="2 streams, wanted 1")
+    refuses(gpu.assert_no_copies, program, ring, match=r" copy\(")
+
+
+def test_what_is_captured_is_seen():
+    x, weights, _ = arguments()
+    for net in one_layer, scanned:
+        batch = lambda x, weights, net=net: net(x, weights, None, batch_block)[0]
+        refuses(gpu.assert_not_captured, gpu.compile_program(batch, x, weights), ["forward"], match="1 of 1")
+        none = gpu.compile_program(batch, x, weights, options={"xla_gpu_enable_command_buffer": ""})
+        refuses(gpu.assert_captured, none, "forward", match="1 of 1 calls of forward are in no")
+        refuses(gpu.assert_not_captured, none, ["forward"], match="nothing is captured")
+
+
+@pytest.mark.parametrize("net", [one_layer, scanned], ids=lambda f: f.__name__)
+def test_check_program_knows_gpus(net):
+    args = arguments()
+    sm.check_program(jax.jit(net, donate_argnums=2), *args)
+    with pytest.raises(ValueError, match="its argument is not donated"):
+        sm.check_program(jax.jit(net), *args)
+    twice = lambda x, weights, ring: net(net(x, weights, ring)[0], weights, ring)
+    with pytest.raises(ValueError, match="the compiled program copies its memory 1 times"):
+        sm.check_program(jax.jit(twice, donate_argnums=2), *args)
+
+
+def test_check_program_knows_several_gpus():
+    function, mesh = over_ranks(scanned)
+    sm.check_program(jax.jit(function, donate_argnums=2), *arguments(mesh))
+    with pytest.raises(ValueError, match="its argument is not donated"):
+        sm.check_program(jax.jit(function), *arguments(mesh))
