@@ -98,8 +98,9 @@ def problem_attributes(config: MoEConfig, *, num_local_experts: int, threads: in
 
 
 def call_attributes(
-    plan: ChunkPlan, *, num_tokens: int, min_carry_rows: int, packed: bool, overlap: bool, checks: bool
-) -> dict[str, Any]:
+    plan: ChunkPlan, *, num_tokens: int, min_carry_rows: int, packed: bool, overlap: bool, checks: bool,
+    producer_sms: int,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the attributes that `read_call` in cc/ffi/decode.cc reads beside the problem's."""
     return {
         "num_tokens": np.int64(num_tokens),
@@ -112,6 +113,7 @@ def call_attributes(
         "packed": np.int32(packed),
         "overlap": np.int32(overlap),
         "checks": np.int32(checks),
+        "producer_sms": np.int32(producer_sms),
     }
 
 

@@ -47,12 +47,13 @@ class StreamSpec:
     min_carry_rows: int
     packed: bool
     overlap: bool
+    producer_sms: int = 0
 
     def attributes(self) -> dict[str, Any]:
         """The attributes of the problem and of the call."""
         return self.layer.attributes() | {"ring": self.layer.ring} | ffi.call_attributes(
             self.plan, num_tokens=self.num_tokens, min_carry_rows=self.min_carry_rows, packed=self.packed,
-            overlap=self.overlap, checks=self.layer.checks,
+            overlap=self.overlap, checks=self.layer.checks, producer_sms=self.producer_sms,
         )  # fmt: skip
 
 

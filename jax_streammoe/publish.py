@@ -296,7 +296,9 @@ def plan_stream(
         single_wave=config.capacity is not None,
     )  # fmt: skip
     layer = LayerSpec(config, config.local_experts(ring.num_ranks), ring.threads, ring.name, check_ids)
-    return StreamSpec(layer, plan, num_tokens, cost.min_carry_rows, schedule == "packed", policy == "overlap")
+    return StreamSpec(
+        layer, plan, num_tokens, cost.min_carry_rows, schedule == "packed", policy == "overlap", cost.producer_sms
+    )
 
 
 def _chunk_index(chunk: Any) -> Any:

@@ -26,20 +26,22 @@ class CostModel:
 
     rows_per_wave: rows per local expert that one wave should have; min_carry_rows: a non-final wave computes
     an expert only with at least this many pending rows, and carries the rest; max_waves: per macro-chunk,
-    before boundaries that progress needs.
+    before boundaries that progress needs; producer_sms: of a GPU, left to the producer by waves that run beside it.
     """
 
     rows_per_wave: int
     min_carry_rows: int
     max_waves: int = 4
+    producer_sms: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows_per_wave", "min_carry_rows", "max_waves"):
             object.__setattr__(self, name, at_least(name, getattr(self, name), 1))
+        object.__setattr__(self, "producer_sms", at_least("producer_sms", self.producer_sms, 0))
 
 
 # 512 rows per expert and pass cost about 3 % of a GEMM's time, 256 about 12 %, 128 about 55 %.
-H200 = CostModel(rows_per_wave=512, min_carry_rows=256)
+H200 = CostModel(rows_per_wave=512, min_carry_rows=256, producer_sms=16)
 
 
 def CPU(block_m: int) -> CostModel:

@@ -35,18 +35,14 @@ def compiler():
         pytest.skip(why)
 
 
-def new_ring(mesh=None):
-    return gpu.abstract_ring(CONFIG, chunk_tokens=T // CHUNKS, num_slots=CHUNKS, mesh=mesh)
-
-
-def arguments(mesh=None):
-    """x, weights of all layers, ring: on one device, or over the ranks of a mesh."""
+def arguments(mesh=None, chunks=CHUNKS):
+    """x, weights of all layers, ring of as many slots as chunks: on one device, or over the ranks of a mesh."""
     on = lambda *spec: None if mesh is None else NamedSharding(mesh, P(*spec))
     split = {"gate_up": on(None, "ep"), "down": on(None, "ep")}
     ranks = 1 if mesh is None else mesh.size
     x = gpu.abstract((ranks * T, H), sharding=on("ep"))
     weights = {n: gpu.abstract((LAYERS, *s), sharding=split.get(n, on())) for n, s in WEIGHTS.items()}
-    return x, weights, new_ring(mesh)
+    return x, weights, gpu.abstract_ring(CONFIG, chunk_tokens=T // chunks, num_slots=chunks, mesh=mesh)
 
 
 def norm(x, scale):
@@ -162,20 +158,57 @@ def test_command_buffers_hold_no_stream(name):
     gpu.assert_not_captured(compiled(name)[0])
 
 
-def test_the_batch_ready_layer_is_captured():
-    x, weights, ring = arguments()
-    for net in one_layer, scanned:
-        program = gpu.compile_program(lambda x, weights, net=net: net(x, weights, None, batch_block)[0], x, weights)
-        assert len(program.calls("forward")) == 1
-        gpu.assert_captured(program, "forward")
+def in_a_loop(x, weights, ring):
+    """Chunks published under a traced index."""
+    w = layer_of(weights, 0)
+
+    def publish(s, chunk):
+        n, x_n = chunk
+        routed = route(x_n, w["router"])
+        return sm.publish_route(sm.publish_layout(s, n, x_n), n, routed.ids, routed.weights), None
+
+    s = sm.open_stream(ring, w["gate_up"], w["down"], config=CONFIG, num_tokens=T, record=False)
+    s, _ = lax.scan(publish, s, (jnp.arange(CHUNKS, dtype=jnp.int32), x.reshape(CHUNKS, -1, H)))
+    y, ring, _ = sm.close_stream(s)
+    return y, ring
 
 
-def test_a_gradient_calls_the_batch_ready_layer_once():
-    # Its output is a residual of the scan and an operand of what follows, which XLA would serve with a call each.
+def test_a_loop_over_chunks_keeps_the_ring_in_place():
+    args = arguments()
+    program = gpu.compile_program(in_a_loop, *args, donate=2)
+    assert [len(program.calls(name)) for name in gpu.STREAM] == [1, 1, 1, 1]
+    gpu.assert_no_copies(program, args[2])
+    gpu.assert_in_place(program, args[2])
+    gpu.assert_not_captured(program)
+
+
+BATCH_NETS = {
+    "jit": lambda *args, block: one_layer(*args, block=block),
+    "scan": lambda *args, block: scanned(*args, block=block),
+    "gradient of scan with remat": lambda *args, block: gradient(functools.partial(scanned, block=remat(block)))(*args),
+}
+batch_nets = pytest.mark.parametrize("name", BATCH_NETS)
+
+
+@batch_nets
+def test_the_batch_ready_call_on_a_ring_stays_in_place_and_is_captured(name):
+    args = arguments(chunks=1)  # where "auto" finds nothing to stream
+    net = functools.partial(BATCH_NETS[name], block=functools.partial(block, chunks="auto"))
+    program = gpu.compile_program(net, *args, donate=2)
+    assert len(program.calls("ring_forward")) == 1
+    gpu.assert_no_copies(program, args[2])
+    gpu.assert_in_place(program, args[2])
+    gpu.assert_captured(program, "ring_forward")
+
+
+@batch_nets
+def test_the_batch_ready_layer_is_called_once_and_captured(name):
+    # In the gradient its output is a residual of the scan and an operand, which XLA would serve with a call each.
     x, weights, _ = arguments()
-    net = gradient(lambda *a: scanned(*a, block=remat(batch_block)))
+    net = functools.partial(BATCH_NETS[name], block=batch_block)
     program = gpu.compile_program(lambda x, weights: net(x, weights, None), x, weights)
     assert len(program.calls("forward")) == 1
+    gpu.assert_captured(program, "forward")
 
 
 # Programs with a fault, and the assertion that each must fail.
@@ -267,6 +300,15 @@ def test_calls_that_xla_doubles_are_refused(monkeypatch):
     assert len(program.calls("close")) == 2
     refuses(gpu.assert_streamed_order, program, 1, CHUNKS, match="2 streams, wanted 1")
     refuses(gpu.assert_no_copies, program, ring, match=r" copy\(")
+    refuses(gpu.assert_in_place, program, ring, match="close is fused with slices of its memory")
+
+
+def test_calls_that_alias_nothing_are_refused(monkeypatch):
+    call = ffi.call
+    monkeypatch.setattr(ffi, "call", lambda *args, aliases=None, **options: call(*args, **options))
+    args = arguments()
+    program = gpu.compile_program(lambda *args: one_layer(*args), *args, donate=2)
+    refuses(gpu.assert_in_place, program, args[2], match="open does not alias its ring")
 
 
 def test_what_is_captured_is_seen():

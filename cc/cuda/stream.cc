@@ -26,10 +26,6 @@ Stream::~Stream() {
 Status Stream::attach(cudaStream_t stream) {
   STREAMMOE_CUDA(cudaGetDevice(&device_), "make_ring: the device");
   STREAMMOE_CUDA(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_), "make_ring: its SMs");
-  if (num_sms_ < kProducerSms + 2) {
-    return error(Code::kFailedPrecondition, "ring '", ring_->name(), "' needs a device of at least ", kProducerSms + 2,
-                 " SMs for policy \"overlap\", this one has ", num_sms_);
-  }
   int lowest = 0, highest = 0;
   STREAMMOE_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "make_ring: stream priorities");
   STREAMMOE_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, highest), "make_ring: a side stream");
@@ -62,6 +58,10 @@ Status Stream::open(const CallSpec& spec, const ExpertWeights& weights, cudaStre
                  "opened, or make_ring again");
   }
   STREAMMOE_RETURN_IF_ERROR(spec.check(shape_));
+  if (spec.overlap && (spec.producer_sms < 0 || num_sms_ < spec.producer_sms + 2)) {
+    return error(Code::kInvalidArgument, "ring '", ring_->name(), "': policy \"overlap\" leaves ", spec.producer_sms,
+                 " SMs to the producer and needs 2 more, the device has ", num_sms_, "; use policy \"serial\"");
+  }
   spec_ = spec, weights_ = weights;
   published_.reset(spec);
   macros_combined_ = 0;
@@ -187,7 +187,7 @@ Status Stream::run_experts(int64_t wave, int64_t num_tokens, cudaStream_t stream
   gemm.row_pair = plan.row_pair, gemm.top_k = p.top_k, gemm.num_experts = p.num_experts;
   gemm.activation = p.activation, gemm.limit = p.limit;
   // Waves that a producer runs beside leave it some SMs; nothing is left to produce beside the last.
-  gemm.num_sms = spec_.overlap && wave + 1 < static_cast<int64_t>(spec_.wave_ends.size()) ? num_sms_ - kProducerSms : 0;
+  gemm.num_sms = spec_.overlap && wave + 1 < static_cast<int64_t>(spec_.wave_ends.size()) ? num_sms_ - spec_.producer_sms : 0;
   gemm.a = base + at_.token_pool, gemm.out = base + at_.activations;
   gemm.depth = p.hidden, gemm.width = p.intermediate;
   gemm.b0 = weights_.gate, gemm.b1 = weights_.up, gemm.bias0 = weights_.b_gate, gemm.bias1 = weights_.b_up;

@@ -80,6 +80,7 @@ CallSpec read_call(AttrReader& attrs) {
   spec.packed = attrs.i32("packed") != 0;
   spec.overlap = attrs.i32("overlap") != 0;
   spec.checks = attrs.i32("checks") != 0;
+  spec.producer_sms = attrs.i32("producer_sms");
   return spec;
 }
 

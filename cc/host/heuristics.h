@@ -40,10 +40,6 @@ inline constexpr int64_t plan_chunks(int64_t num_pairs) {
 // smallest footprint (2048 rows and 2048 columns at once) for one wave of the machine.
 inline constexpr int32_t gemm_raster_pairs() { return 8; }
 
-// SMs that waves of a stream leave to the producer that runs beside them. The producer of a chunk then has about an
-// eighth of the machine, the experts lose less than that because the part is limited by power.
-inline constexpr int32_t kProducerSms = 16;
-
 // Whether the up product gathers its rows itself or finds them sorted by a kernel of its own. Gathering saves
 // T K H x 4 bytes of traffic, about 180 / I of the product's time, and costs about 2 % of it (copies by threads instead
 // of the copy engine): even near I = 9000. Measured: 6 % of the layer won at I = 768, 1 to 3 % lost at 14336. Below
