@@ -32,7 +32,7 @@ from jax_streammoe.layout import ring_layout, ring_shape
 
 PLUGIN_FOLDER = pathlib.Path(sys.prefix) / "cuda_plugin"
 PLUGIN = "jax_plugins.xla_cuda13"
-PTXAS_FOLDER = pathlib.Path("/usr/local/cuda/bin")  # where XLA looks beside PATH
+TOOLKIT = pathlib.Path("/usr/local/cuda")  # where XLA looks by itself
 
 # What XLA wants to know of a device. The versions decide whether command buffers may hold custom calls.
 TARGET = """
@@ -80,8 +80,8 @@ NO_WORK = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
 
 def why_unavailable() -> str:
     """Returns why programs cannot be compiled here, or the empty string when they can."""
-    if not shutil.which("ptxas") and not (PTXAS_FOLDER / "ptxas").exists():
-        return f"XLA needs ptxas, from nvcc: it is neither on PATH nor in {PTXAS_FOLDER}"
+    if not _ptxas().exists():
+        return f"XLA needs ptxas, from nvcc: it is neither on PATH nor in {TOOLKIT / 'bin'}"
     try:
         _load_plugin()
     except ImportError as error:
@@ -91,6 +91,16 @@ def why_unavailable() -> str:
             f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
         )
     return ""
+
+
+def _ptxas() -> pathlib.Path:
+    return pathlib.Path(shutil.which("ptxas") or TOOLKIT / "bin" / "ptxas").resolve()
+
+
+def _toolkit_options() -> dict[str, str]:
+    """Tells XLA where the toolkit of that ptxas has libdevice, unless that is for XLA to find."""
+    root = _ptxas().parents[1]
+    return {"xla_gpu_cuda_data_dir": str(root)} if (root / "nvvm" / "libdevice").is_dir() else {}
 
 
 @functools.cache
@@ -243,7 +253,7 @@ def compile_program(
     """Compiles `function` for abstract arguments. `donate`: argument numbers. `options`: XLA's flags."""
     with tempfile.TemporaryDirectory() as folder:
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder} | (options or {}))
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder} | _toolkit_options() | (options or {}))
 
         def dumped(*names: str) -> str:
             """The first of these that was written; the second sequence of thunks only if a pass changed the first."""
