@@ -19,7 +19,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import get_abstract_mesh
 
-from . import api, checks, ops, vjp, waves
+from . import api, checks, costs, ops, vjp, waves
 from .config import MoEConfig, as_int, at_least
 from .ops import Experts, LayerSpec, StreamSpec
 from .ring import Ring, RingRef, RingSpec
@@ -283,11 +283,17 @@ def check_experts(w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any, conf
 
 def plan_stream(
     ring: RingSpec, config: MoEConfig, num_tokens: int, policy: str, schedule: str, chunks: Any, check_ids: bool,
-    max_waves: int | None = None,
+    max_waves: int | None = None, producer_s: float | None = None,
 ) -> StreamSpec:  # fmt: skip
-    """The static half of a call on a ring: its chunks and waves, from the plan that all ranks compute alike."""
+    """The static half of a call on a ring: its chunks and waves, from the plan that all ranks compute alike.
+
+    producer_s: what the route function is expected to take for all tokens, if that is known.
+    """
     checks.check_choice("schedule", schedule, waves.SCHEDULES)
-    cost = waves.H200 if ring.platform == "cuda" else waves.CPU(config.block_m)
+    if ring.platform == "cuda":
+        cost = costs.gpu_cost(config, num_tokens, ring.num_ranks, producer_s)
+    else:
+        cost = waves.CPU(config.block_m)
     if max_waves is not None:
         cost = dataclasses.replace(cost, max_waves=max_waves)
     plan = waves.plan_chunks(

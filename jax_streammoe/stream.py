@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import api, checks, cuda, exchange, local, ops, vjp
+from . import api, checks, costs, cuda, exchange, local, ops, vjp
 from .config import MoEConfig
 from .ops import Experts, LayerSpec, StreamSpec
 from .publish import (
@@ -71,9 +71,11 @@ def stream_moe(
         )  # fmt: skip
     spec = check_call("stream_moe", ring, config, policy)
     check_experts(w_gate_up, w_down, b_gate_up, b_down, config, spec)
-    stream_spec = plan_stream(spec, config, x.shape[0], policy, schedule, chunks, checks)
     experts = ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down)
     x, token_args = vary_together((x, tuple(token_args)), ring.token if isinstance(ring, Ring) else ())
+    on_gpu = spec.platform == "cuda"
+    producer_s = costs.producer_seconds(route, x, *token_args, *route_args) if on_gpu else None
+    stream_spec = plan_stream(spec, config, x.shape[0], policy, schedule, chunks, checks, producer_s=producer_s)
     run = _ring_batch if _wants_batch(stream_spec, chunks) else _ring_stream
     y, aux, stats, ring = run(stream_spec, x, route, experts, tuple(route_args), token_args, num_valid, ring)
     return y, ring, StreamInfo(aux, stats if return_stats else None)
@@ -196,8 +198,8 @@ def _check_arguments(x: Any, token_args: Any, config: MoEConfig) -> None:
 
 
 def _wants_batch(spec: StreamSpec, chunks: Any) -> bool:
-    """chunks="auto" with as few chunks as the ring allows: the model predicts no gain from streaming."""
-    return chunks == "auto" and spec.plan.num_chunks == len(spec.plan.macro_ends)
+    """chunks="auto" and one wave per macro-chunk: no expert would work beside the producer."""
+    return chunks == "auto" and len(spec.plan.wave_ends) == len(spec.plan.macro_ends)
 
 
 def _route(route: Callable, x: jax.Array, token_args: tuple, route_args: tuple, config: MoEConfig) -> Routed:

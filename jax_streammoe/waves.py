@@ -26,22 +26,20 @@ class CostModel:
 
     rows_per_wave: rows per local expert that one wave should have; min_carry_rows: a non-final wave computes
     an expert only with at least this many pending rows, and carries the rest; max_waves: per macro-chunk,
-    before boundaries that progress needs; producer_sms: of a GPU, left to the producer by waves that run beside it.
+    before boundaries that progress needs; chunks_per_wave: that "auto" cuts; producer_sms: of a GPU, left to the
+    producer by waves that run beside it.
     """
 
     rows_per_wave: int
     min_carry_rows: int
     max_waves: int = 4
+    chunks_per_wave: int = 2
     producer_sms: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rows_per_wave", "min_carry_rows", "max_waves"):
+        for name in ("rows_per_wave", "min_carry_rows", "max_waves", "chunks_per_wave"):
             object.__setattr__(self, name, at_least(name, getattr(self, name), 1))
         object.__setattr__(self, "producer_sms", at_least("producer_sms", self.producer_sms, 0))
-
-
-# 512 rows per expert and pass cost about 3 % of a GEMM's time, 256 about 12 %, 128 about 55 %.
-H200 = CostModel(rows_per_wave=512, min_carry_rows=256, producer_sms=16)
 
 
 def CPU(block_m: int) -> CostModel:
@@ -94,7 +92,7 @@ def plan_chunks(
 
     A macro-chunk is M = min(T, S*C) tokens. `chunks=None` cuts it into chunks of C tokens, an int n into n
     chunks of ceil(M/n) tokens (the last may be partial or empty), "auto" into 1, 2, 4 or 8: the fewest that
-    fit C when the cost model predicts no gain, about two per wave otherwise. T = 0 gives one empty chunk.
+    fit C when the cost model predicts no gain, `chunks_per_wave` per wave otherwise. T = 0 gives one empty chunk.
 
     Arguments:
       num_tokens: T, the static token count, equal on all ranks.
@@ -223,8 +221,8 @@ def _cut(macro_tokens: int, limit: int, chunks: int | str | None, load: int, cos
         if chunks != "auto":
             raise ValueError(f'chunks must be None, an int or "auto", got {chunks!r}')
         wanted = 1
-        if load >= 2 * cost.rows_per_wave:
-            wanted = 2 * min(load // cost.rows_per_wave, cost.max_waves)
+        if cost.max_waves > 1 and load >= 2 * cost.rows_per_wave:
+            wanted = cost.chunks_per_wave * min(load // cost.rows_per_wave, cost.max_waves)
         wanted = max(n for n in AUTO_CHUNKS if n <= wanted)
         count = next((n for n in AUTO_CHUNKS if n >= max(fewest, wanted)), fewest)
     else:

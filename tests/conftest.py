@@ -2,7 +2,8 @@
 
 Eight virtual CPU devices, so that meshes of 1 to 8 ranks run in one process; strict dtype and rank promotion,
 so that a hidden cast or broadcast is an error; randomness seeded from the test's own id, so that a test gives
-the same numbers alone and in any order. Tests run on CPU; `--gpu` runs those marked `gpu`, on the GPU.
+the same numbers alone and in any order. Tests run on CPU; `--gpu` runs those marked `gpu`, on the GPU, and is an error
+without one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    jax.config.update("jax_platforms", "cuda,cpu" if config.getoption("--gpu") else "cpu")
+    on_gpu = config.getoption("--gpu")
+    jax.config.update("jax_platforms", "cuda,cpu" if on_gpu else "cpu")
+    if on_gpu and not config.option.collectonly:
+        _require_gpu()
+
+
+def _require_gpu() -> None:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise pytest.UsageError(f"--gpu needs a GPU that JAX can use: {error}") from error
+    if devices[0].platform != "gpu":
+        raise pytest.UsageError(f"--gpu needs a GPU, JAX found {devices}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from jax_streammoe.waves import (
     CPU,
-    H200,
     ChunkPlan,
     CostModel,
     chunk_bounds,
@@ -24,6 +23,7 @@ from jax_streammoe.waves import (
 
 pytestmark = pytest.mark.core
 
+FINE = CostModel(rows_per_wave=512, min_carry_rows=256)
 calls = st.fixed_dictionaries(
     {
         "num_tokens": st.integers(0, 400) | st.integers(0, 40000),
@@ -32,7 +32,7 @@ calls = st.fixed_dictionaries(
         "top_k": st.integers(1, 8),
         "num_experts": st.sampled_from([1, 4, 8, 128]),
         "num_ranks": st.sampled_from([1, 2, 4]),
-        "cost": st.sampled_from([H200, CPU(8), CPU(128), CostModel(32, 16, max_waves=7)]),
+        "cost": st.sampled_from([FINE, CPU(8), CPU(128), CostModel(32, 16, max_waves=7)]),
         "chunks": st.none() | st.just("auto") | st.integers(1, 40),
         "schedule": st.sampled_from(["packed", "chunk"]),
     }
@@ -120,8 +120,8 @@ def _is_legal(plan, published, chunk, num_slots):
     return True
 
 
-QWEN = {"top_k": 8, "num_experts": 128, "cost": H200}
-MIXTRAL = {"top_k": 2, "num_experts": 8, "cost": H200}
+QWEN = {"top_k": 8, "num_experts": 128, "cost": FINE}
+MIXTRAL = {"top_k": 2, "num_experts": 8, "cost": FINE}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_plans_are_hashable_values():
 
 
 def test_cost_models():
-    assert (H200.rows_per_wave, H200.min_carry_rows, H200.max_waves) == (512, 256, 4)
+    assert (FINE.rows_per_wave, FINE.min_carry_rows, FINE.max_waves, FINE.producer_sms) == (512, 256, 4, 0)
     assert CPU(64) == CostModel(64, 64, max_waves=4)
     with pytest.raises(ValueError, match=r"^rows_per_wave must be at least 1, got 0$"):
         CostModel(0, 1)

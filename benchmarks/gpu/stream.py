@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_streammoe as sm
-from jax_streammoe import waves
+from jax_streammoe import costs
 from jax_streammoe.bench.measure import record
 
 # name -> hidden, intermediate, experts on this GPU, top_k
@@ -55,7 +55,8 @@ class Case:
         seconds = 6 * num_tokens * top_k * hidden * inner / LAYER_TFLOPS
         copies = max(1, round(0.25 * seconds * READ_BYTES_PER_S / (num_tokens * hidden * 2)))
         self.copies = copies if producer == "reader" else 0
-        self.inputs = normal(keys[0], (num_tokens, max(self.copies, 1), hidden), 1)
+        first = normal(keys[0], (num_tokens, hidden), 1)
+        self.inputs = tuple(jnp.roll(first, n, axis=0) for n in range(max(self.copies, 1)))
         # Routers start near uniform: a small spread, so that experts are loaded alike but at random.
         self.params = (normal(keys[1], (hidden, experts), 4 * hidden), jnp.ones((hidden,), jnp.bfloat16))
         self.experts = (
@@ -63,24 +64,25 @@ class Case:
         )  # fmt: skip
         self.rings: dict[Any, Any] = {}
 
-    def route(self, x: jax.Array, inputs: jax.Array, w_router: jax.Array, scale: jax.Array) -> sm.Routed:
-        h = jnp.sum(inputs.astype(jnp.float32), axis=1) if self.copies else x.astype(jnp.float32)
+    def route(self, x: jax.Array, *args: jax.Array) -> sm.Routed:
+        *inputs, w_router, scale = args
+        h = functools.reduce(jnp.add, (a.astype(jnp.float32) for a in inputs))
         h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)
         h = (h * scale.astype(jnp.float32)[None]).astype(jnp.bfloat16)
         logits = jnp.dot(h, w_router, preferred_element_type=jnp.float32)
         return sm.route_topk(logits, self.config)._replace(x=h)
 
-    def produce(self, inputs: jax.Array, params: tuple) -> tuple:
-        routed = self.route(inputs[:, 0], inputs, *params)
+    def produce(self, inputs: tuple, params: tuple) -> tuple:
+        routed = self.route(inputs[0], *inputs, *params)
         return routed.x, routed.ids, routed.weights
 
-    def batch(self, inputs: jax.Array, params: tuple, experts: tuple) -> jax.Array:
+    def batch(self, inputs: tuple, params: tuple, experts: tuple) -> jax.Array:
         return sm.moe(*self.produce(inputs, params), *experts, config=self.config)
 
-    def stream(self, chunks: Any, policy: str, inputs: jax.Array, params: tuple, experts: tuple, ring: Any) -> tuple:
+    def stream(self, chunks: Any, policy: str, inputs: tuple, params: tuple, experts: tuple, ring: Any) -> tuple:
         y, ring, _ = sm.stream_moe(
-            inputs[:, 0], self.route, *experts, ring=ring, config=self.config, route_args=params,
-            token_args=(inputs,), chunks=chunks, policy=policy,
+            inputs[0], self.route, *experts, ring=ring, config=self.config, route_args=params, token_args=inputs,
+            chunks=chunks, policy=policy,
         )  # fmt: skip
         return y, ring
 
@@ -105,7 +107,7 @@ def versions_of(case: Case, chunks: list[Any], policy: str) -> dict[str, Any]:
         del ring
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiled = dict(zip(lowered, pool.map(lambda low: low.compile(), lowered.values()), strict=True))
-    batches = [case.inputs, jnp.roll(case.inputs, 1, axis=0)]
+    batches = [case.inputs, case.inputs[::-1]]
     runs = {
         "P": lambda turn: compiled["P"](batches[turn % 2], case.params),
         "T_b": lambda turn: compiled["T_b"](batches[turn % 2], *args),
@@ -175,7 +177,7 @@ def main() -> None:
     parser.add_argument("--producer-sms", type=int, help="instead of the cost model's")
     options = parser.parse_args()
     if options.producer_sms is not None:
-        waves.H200 = dataclasses.replace(waves.H200, producer_sms=options.producer_sms)
+        costs.OVERLAPPED = dataclasses.replace(costs.OVERLAPPED, producer_sms=options.producer_sms)
     chunks = [n if n == "auto" else int(n) for n in options.chunks]
     records: list[dict] = []
     for name in options.shapes:

@@ -150,11 +150,15 @@ Status Stream::run_wave(int64_t wave, cudaStream_t stream) {
   STREAMMOE_CUDA(sm90::launch_await_chunks(device_ring(), first, last, on), "waiting for chunks");
   const int64_t macro = spec_.macro_of(first);
   const int64_t num_tokens = spec_.chunk_bounds(last - 1).second - macro * spec_.macro_tokens;
-  return num_tokens > 0 ? run_experts(wave, num_tokens, on) : Status();
+  if (num_tokens == 0) return {};
+  const bool beside_producer = spec_.overlap && wave + 1 < static_cast<int64_t>(spec_.wave_ends.size());
+  STREAMMOE_RETURN_IF_ERROR(run_experts(wave, num_tokens, beside_producer, on));
+  if (!beside_producer) return {};
+  return cuda_status(sm90::launch_await_resident(device_ring(), resident_ctas_, stream), "letting a wave start");
 }
 
 // The experts on what is pending of the first num_tokens tokens of the macro-chunk.
-Status Stream::run_experts(int64_t wave, int64_t num_tokens, cudaStream_t stream) {
+Status Stream::run_experts(int64_t wave, int64_t num_tokens, bool beside_producer, cudaStream_t stream) {
   const ExpertProblem& p = spec_.problem;
   const int64_t macro = spec_.macro_of(spec_.wave_begin(wave));
   const bool first = spec_.wave_begin(wave) == spec_.macro_begin(macro), seal = wave == spec_.seal_wave(macro);
@@ -187,11 +191,16 @@ Status Stream::run_experts(int64_t wave, int64_t num_tokens, cudaStream_t stream
   gemm.row_pair = plan.row_pair, gemm.top_k = p.top_k, gemm.num_experts = p.num_experts;
   gemm.activation = p.activation, gemm.limit = p.limit;
   // Waves that a producer runs beside leave it some SMs; nothing is left to produce beside the last.
-  gemm.num_sms = spec_.overlap && wave + 1 < static_cast<int64_t>(spec_.wave_ends.size()) ? num_sms_ - spec_.producer_sms : 0;
+  gemm.num_sms = beside_producer ? num_sms_ - spec_.producer_sms : 0;
+  uint32_t ctas = 0;
+  gemm.holds_successor = beside_producer;
+  gemm.resident = beside_producer ? &reinterpret_cast<RingHeader*>(base + at_.header)->resident_ctas : nullptr;
   gemm.a = base + at_.token_pool, gemm.out = base + at_.activations;
   gemm.depth = p.hidden, gemm.width = p.intermediate;
   gemm.b0 = weights_.gate, gemm.b1 = weights_.up, gemm.bias0 = weights_.b_gate, gemm.bias1 = weights_.b_up;
-  STREAMMOE_CUDA(sm90::launch_gemm_up_sm90(gemm, stream), "the up product of a wave");
+  STREAMMOE_CUDA(sm90::launch_gemm_up_sm90(gemm, stream, &ctas), "the up product of a wave");
+  if (beside_producer) resident_ctas_ += ctas;
+  gemm.resident = nullptr;
   gemm.a = base + at_.activations, gemm.out = base + at_.combine_rows, gemm.scatter = true;
   gemm.depth = p.intermediate, gemm.width = p.hidden;
   gemm.b0 = weights_.down, gemm.b1 = {}, gemm.bias0 = weights_.b_down, gemm.bias1 = {};

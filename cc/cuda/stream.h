@@ -59,7 +59,7 @@ class Stream : public RankStream {
   Status begin(Phase phase, int64_t chunk, void* y, cudaStream_t stream, bool* dropped);
   Status advance_waves(cudaStream_t stream);
   Status run_wave(int64_t wave, cudaStream_t stream);
-  Status run_experts(int64_t wave, int64_t num_tokens, cudaStream_t stream);
+  Status run_experts(int64_t wave, int64_t num_tokens, bool beside_producer, cudaStream_t stream);
   Status finish_macros(int64_t upto, void* y, cudaStream_t stream);
   Status join(cudaStream_t stream);
   std::string describe(const DeviceError& error) const;
@@ -82,6 +82,8 @@ class Stream : public RankStream {
   ExpertWeights weights_;
   Publications published_;
   int64_t macros_combined_ = 0;
+  uint32_t resident_ctas_ =
+      0;  // of the up products launched beside a producer so far, as the ring's header counts them
 };
 
 }  // namespace streammoe::cuda

@@ -53,6 +53,8 @@ struct GemmParams {
   int64_t bias0_stride, bias1_stride;  // elements from one expert to the next
   // Gathered A or scattered out: the sorted rows' pairs.
   const int32_t* row_pair;
+  uint32_t* resident;  // counts CTAs that have their SM; nullptr for none
+  bool holds_successor;  // the next kernel may take SMs only when this one has finished with them
   // Gathered A only: x [T, depth], routes per token.
   const uint16_t* x;
   int32_t top_k;
@@ -411,9 +413,10 @@ __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUt
     mbar_init(queue_empty, 2 * (8 + (kGather ? kGatherThreads / 32 : 1)));
     fence_mbar_init();
   }
+  if (threadIdx.x == 0 && p.resident != nullptr) atomicAdd(p.resident, 1u);  // for speed only: nothing is published
   cluster_sync();           // the peer's barriers exist before anything is multicast to them
   dependent_launch_wait();  // rows and the block table are written by earlier kernels
-  dependent_launch_trigger();
+  if (!p.holds_successor) dependent_launch_trigger();
 
   const TileQueue queue(queue_slot, queue_full, queue_empty);
   if (warp < 4) {

@@ -26,7 +26,8 @@ inline cudaError_t prepare_gemm(GemmKernel kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmSharedBytes);
 }
 
-inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& args, cudaStream_t stream) {
+inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& args, cudaStream_t stream,
+                               uint32_t* ctas = nullptr) {
   const bool sizes_ok = args.depth > 0 && args.width > 0 && args.depth % 8 == 0 && args.width % 8 == 0 &&
                         args.num_experts > 0 && args.row_capacity > 0 &&
                         args.row_capacity <= std::numeric_limits<int32_t>::max() - kBlockM;
@@ -52,6 +53,8 @@ inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& ar
   params.bias1_stride = args.bias1.expert_stride;
   params.counters = args.counters;
   params.row_pair = args.row_pair;
+  params.resident = args.resident;
+  params.holds_successor = args.holds_successor;
   params.x = static_cast<const uint16_t*>(args.a);
   params.top_k = static_cast<int32_t>(args.top_k);
   params.depth = static_cast<int32_t>(args.depth);
@@ -84,6 +87,7 @@ inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& ar
   }
 
   const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(sms / 2, max_tiles));
+  if (ctas != nullptr) *ctas = static_cast<uint32_t>(2 * clusters);
   return launch_dependent(kernel, dim3(static_cast<uint32_t>(2 * clusters)), kGemmThreads, kGemmSharedBytes, stream,
                           map_a, map_b0, map_b1, map_out, params);
 }

@@ -18,13 +18,13 @@ cudaError_t prepare_gemm_up_sm90() {
   return cudaSuccess;
 }
 
-cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream) {
+cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream, uint32_t* ctas) {
   if (args.scatter || args.dtype == DType::kF32) return cudaErrorInvalidValue;
   const bool gather = args.row_pair != nullptr;
   const GemmKernel kernel = args.dtype == DType::kF16 ? gemm_up_kernel<DType::kF16>(args.activation, gather)
                                                       : gemm_up_kernel<DType::kBF16>(args.activation, gather);
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  return launch_gemm(kernel, is_gated(args.activation), args, stream);
+  return launch_gemm(kernel, is_gated(args.activation), args, stream, ctas);
 }
 
 }  // namespace streammoe::sm90

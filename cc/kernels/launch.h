@@ -94,9 +94,14 @@ struct GemmArgs {
   ExpertMatrix<const void*> bias0, bias1;  // [L, width] or absent
   Activation activation = Activation::kSwiGLU;
   float limit = std::numeric_limits<float>::infinity();
-  int32_t num_sms = 0;  // SMs to run on, rounded down to pairs, at least 2; 0 for all
+  int32_t num_sms = 0;           // SMs to run on, rounded down to pairs, at least 2; 0 for all
+  // The next kernel gets no SM before this one is done. Without it, a persistent kernel that waits for this one takes
+  // the SMs that were left free for somebody else.
+  bool holds_successor = false;
+  uint32_t* resident = nullptr;  // counts the CTAs that have their SM, over all launches; nullptr: not wanted
 };
-cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream);
+// `ctas`, if given: the CTAs of the launch.
+cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream, uint32_t* ctas = nullptr);
 cudaError_t launch_gemm_down_sm90(const GemmArgs& args, cudaStream_t stream);
 
 // y[t] = RN(acc), acc = fmaf(weights[t, k], rows[row of (t, k)], acc) from +0 over ascending k, taken routes only.

@@ -185,6 +185,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void await_resident(const __grid_constant__ Params p, uint32_t ctas) {
+  const auto* seen = &reinterpret_cast<const volatile RingHeader*>(p.ring.mem + p.ring.at.header)->resident_ctas;
+  const uint64_t deadline = now_ns() + 1000000;
+  while (static_cast<int32_t>(*seen - ctas) < 0 && now_ns() < deadline) __nanosleep(100);
+}
+
 __device__ __forceinline__ void advance_header(const Params& p, uint64_t chunks, uint64_t macros) {
   auto* header = reinterpret_cast<RingHeader*>(p.ring.mem + p.ring.at.header);
   header->sequence_base += chunks;
@@ -261,6 +267,11 @@ cudaError_t launch_publish_layout(const DeviceRing& ring, int64_t chunk, const i
 
 cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t last, cudaStream_t stream) {
   return launch_dependent(await_chunks, dim3(1), kThreads, 0, stream, params_of(ring), first, last);
+}
+
+cudaError_t launch_await_resident(const DeviceRing& ring, uint32_t ctas, cudaStream_t stream) {
+  await_resident<<<1, 1, 0, stream>>>(params_of(ring), ctas);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_close(const DeviceRing& ring, const CallSpec& spec, int32_t* expert_rows, int32_t* counts,

@@ -39,6 +39,9 @@ cudaError_t launch_publish_layout(const DeviceRing& ring, int64_t chunk, const i
                                   int64_t num_tokens, const void* x, cudaStream_t stream);
 // Ends when both halves of chunks first .. last - 1 are published by all ranks, or have failed to be in time.
 cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t last, cudaStream_t stream);
+// Ends when the up products of the ring have had `ctas` CTAs on their SMs, over its life, or after a millisecond: a
+// kernel of XLA that were launched first would take the SMs one CTA at a time and keep the products out.
+cudaError_t launch_await_resident(const DeviceRing& ring, uint32_t ctas, cudaStream_t stream);
 // Ends a call: advances the header, acknowledges the chunks, writes expert_rows [L] and counts [3] (dropped, invalid,
 // masked).
 cudaError_t launch_close(const DeviceRing& ring, const CallSpec& spec, int32_t* expert_rows, int32_t* counts,

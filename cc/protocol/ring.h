@@ -60,6 +60,7 @@ struct RingHeader {
   uint64_t sequence_base;  // chunks published over the ring's life before the current call
   uint64_t call_number;    // calls completed
   uint64_t macro_number;   // macro-chunks completed, the unit of the done words
+  uint32_t resident_ctas;  // of the up products that ran beside a producer, over the ring's life; on a GPU
 };
 
 struct RingLayout {

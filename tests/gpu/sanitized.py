@@ -1,0 +1,118 @@
+"""A few small calls of the layer in a process of their own: `python sanitized.py OUT CALL...`.
+
+Contract: runs the calls named on the command line, in this order, and writes y of each, as the bits of its dtype, to
+OUT (.npz). A call is a problem and a way to run it, fixed by its name, so whoever started the process can compute the
+same y; the first name is the first thing that the process does on its GPU. The names cover every kernel, with tails in
+every dimension. Trade-off: no gradient, which is plain JAX; nothing here draws random numbers or multiplies on the GPU,
+so that a sanitizer has little to do beside the library's kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import jax_streammoe as sm
+from tests.helpers import oracle
+
+TIMEOUT_S = 60.0  # of the ring; a sanitizer is slow
+
+# 1024 rows per expert on average: a stream of four chunks has two waves, the first of which carries partial blocks.
+WAVES = dict(T=512, H=136, I=72, E=2, K=4, masked=0.05, invalid=0.05)
+# Fewer than 8 rows per expert: rows are copied before the product, which otherwise gathers them.
+FEW = dict(T=20, H=136, I=72, E=12, K=3)
+
+
+class Call(NamedTuple):
+    """Keywords of `make_problem`; of `make_ring` and `stream_moe`, None for the batch-ready call."""
+
+    problem: dict[str, Any]
+    ring: dict[str, Any] | None = None
+    stream: dict[str, Any] | None = None
+
+
+_RING = dict(chunk_tokens=128, num_slots=4)
+CALLS = {
+    "moe": Call(WAVES),
+    "copied": Call(FEW | dict(use_bias=True)),
+    "serial": Call(WAVES, _RING, dict(policy="serial", chunks=4)),
+    "overlap": Call(WAVES, _RING, dict(policy="overlap", chunks=4)),
+    "capacity": Call(WAVES | dict(capacity=300), _RING, dict(policy="serial", chunks=None)),
+    # Two macro-chunks of four chunks, each a wave.
+    "half": Call(
+        WAVES | dict(dtype=jnp.float16, use_bias=True, activation="relu2"),
+        dict(chunk_tokens=64, num_slots=4),
+        dict(policy="overlap", schedule="chunk", chunks=None),
+    ),
+}
+
+
+def problem_of(name: str) -> oracle.Problem:
+    """The problem of a call, the same in every process."""
+    return oracle.make_problem(np.random.default_rng(7), duplicates=True, **CALLS[name].problem)
+
+
+def make_ring(name: str) -> sm.Ring | None:
+    """The ring of a call, None for a batch-ready one."""
+    options = CALLS[name].ring
+    if options is None:
+        return None
+    return sm.make_ring(problem_of(name).config, name=f"sanitized-{name}", timeout_s=TIMEOUT_S, **options)
+
+
+def program(name: str) -> Callable[..., tuple[jax.Array, Any]]:
+    """The call as `run(problem, ring) -> (y, ring)`, compiled once."""
+
+    @functools.partial(jax.jit, static_argnames="config", donate_argnames="ring")
+    def jitted(args, biases, config, ring):
+        x, ids, weights, *experts = args
+        if ring is None:
+            return sm.moe(*args, config=config, **biases), None
+        y, ring, _ = sm.stream_moe(
+            x, lambda _, *routes: routes, *experts, ring=ring, config=config, token_args=(ids, weights), **biases,
+            **CALLS[name].stream,
+        )  # fmt: skip
+        return y, ring
+
+    def run(problem, ring):
+        return jitted(problem.args, dict(b_gate_up=problem.b_gate_up, b_down=problem.b_down), problem.config, ring)
+
+    return run
+
+
+def batch_ready(name: str) -> np.ndarray:
+    """Bits of y of the call's problem from the batch-ready call of this process: what every process must get."""
+    problem = problem_of(name)
+    return bits(jax.jit(functools.partial(sm.moe, **problem.kwargs))(*problem.args))
+
+
+def bits(y: jax.Array) -> np.ndarray:
+    """y [T, H] as uint16."""
+    return np.asarray(y).view(np.uint16)
+
+
+def main(out: str, *names: str) -> None:
+    """Runs the calls and writes their results."""
+    results = {}
+    for name in names:
+        problem = problem_of(name)
+        y, ring = program(name)(problem, make_ring(name))
+        results[name] = bits(y)
+        if ring is not None:
+            ring.check()
+            sm.close_ring(ring)
+        print(f"{name} ran on {next(iter(y.devices())).platform}", flush=True)
+    np.savez(out, **results)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
