@@ -82,7 +82,7 @@ def open_stream(
       policy: "serial" or "overlap" (waves run beside the producer).
       schedule: "packed" (waves, partial blocks are carried) or "chunk" (each chunk on its own).
       chunks: None (chunks of the ring's C tokens), an int n (chunks of ceil(min(T, S*C) / n) tokens), or "auto".
-      checks: ids outside -1..E-1 are an error.
+      checks: ids outside -1..E-1 are an error; on a GPU they are only counted, in Stats.invalid_routes.
       record: keep published arrays for the gradient; False when chunks are published under a traced index.
 
     Returns a Stream with `num_chunks` and `chunk_bounds(n)`. Raises ValueError or TypeError naming the argument.
@@ -141,8 +141,9 @@ def publish_external(stream: Stream, chunk: int, mem: jax.Array) -> Stream:
 
     The kernel's handler had `stream.mem` as an operand, wrote the chunk's payload where protocol/publish.cuh says
     (`include_dir()`), published both halves, and returned the ring in place: `mem` [1, bytes] uint8. Open the stream
-    with record=False and give close_stream the whole arrays if a gradient is wanted; the library cannot see what was
-    published. A published half that never arrives ends the call at the ring's deadline.
+    with record=False and give close_stream the whole arrays if a gradient is wanted: the library cannot see what was
+    published, so it neither applies `num_valid` nor counts masked and invalid ids. A published half that never arrives
+    ends the call at the ring's deadline.
 
     Raises ValueError for a chunk that is out of order (as publish_route), a stream that records, or a ring on the CPU;
     TypeError when `mem` is not a ring's.

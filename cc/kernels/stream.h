@@ -3,7 +3,7 @@
 // Contract: everything about the call is read from, or written to, the ring's control region in device memory; nothing
 // is allocated, synchronised or copied to the host. Kernels run in stream order; only await_chunks waits for a word,
 // with the deadline of the ring, and only for publications of a lower ticket (docs/protocol.md). A failure is recorded
-// in `error` and in the call's state; the kernels behind it still run and the results are NaN.
+// in `error` and in the call's state; the kernels behind it still run and what is combined from then on is NaN.
 #pragma once
 
 #include <cuda_runtime_api.h>

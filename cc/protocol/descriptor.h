@@ -34,7 +34,7 @@ struct CallState {
   int64_t macro_tokens;
   int64_t chunks_per_macro;
   int64_t num_chunks;
-  uint64_t failed;       // non-zero once a kernel of the call has failed: its outputs are NaN
+  uint64_t failed;       // non-zero once a kernel of the call has failed: what is combined is NaN
   uint32_t arrivals[2];  // CTAs that have arrived at a publication in progress, by half
 
   // First token of a chunk, counted from the start of its macro-chunk, and how many it has.

@@ -2,7 +2,8 @@
 //
 // Contract: one record per rank in pinned host memory that the device can write. A kernel fills the fields and then
 // stores `code` with release at system scope; the host looks at it at its next call on the ring, or in ring.check().
-// The first failure of a ring stays. Trade-off: the failing call itself returns, with NaN; its caller learns later.
+// The first failure of a ring stays. Trade-off: the failing call itself may return, with NaN from the macro-chunk of
+// the failure on; its caller learns later.
 #pragma once
 
 #include <cstdint>

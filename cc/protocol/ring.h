@@ -54,7 +54,7 @@ STREAMMOE_HD constexpr int64_t plan_table_bytes(int64_t blocks, int64_t experts)
   return align_line(blocks * (kRowBlock * 4 + 16) + 130 * (experts + 1) * 4 + 4096);
 }
 
-// First line of the control region. Written by the owning rank only, between calls.
+// First line of the control region. Written by the owning rank only, between calls, but for resident_ctas.
 struct RingHeader {
   uint64_t magic;
   uint64_t sequence_base;  // chunks published over the ring's life before the current call

@@ -168,11 +168,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in dict(tokens=8192, hidden=2048, intermediate=768, experts=128, top_k=8, chunks=4).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--library", type=pathlib.Path, help="compiled by build.sh; without it, it is built here")
     parser.add_argument("--no-norm", action="store_true", help="publish the rows as they are")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit(f"this example is a CUDA kernel, JAX found only {jax.devices()}")
-    register(library())
+    register(options.library or library())
 
     T, H, I, E, K = options.tokens, options.hidden, options.intermediate, options.experts, options.top_k
     config = sm.MoEConfig(E, K, H, I, dtype=jnp.bfloat16)

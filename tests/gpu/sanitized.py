@@ -26,7 +26,7 @@ from tests.helpers import oracle
 
 TIMEOUT_S = 60.0  # of the ring; a sanitizer is slow
 
-# 1024 rows per expert on average: a stream of four chunks has two waves, the first of which carries partial blocks.
+# 1024 rows per expert. Four chunks in two slots are two waves, the first of which carries partial blocks.
 WAVES = dict(T=512, H=136, I=72, E=2, K=4, masked=0.05, invalid=0.05)
 # Fewer than 8 rows per expert: rows are copied before the product, which otherwise gathers them.
 FEW = dict(T=20, H=136, I=72, E=12, K=3)
@@ -40,13 +40,13 @@ class Call(NamedTuple):
     stream: dict[str, Any] | None = None
 
 
-_RING = dict(chunk_tokens=128, num_slots=4)
+_RING = dict(chunk_tokens=256, num_slots=2)
 CALLS = {
     "moe": Call(WAVES),
     "copied": Call(FEW | dict(use_bias=True)),
     "serial": Call(WAVES, _RING, dict(policy="serial", chunks=4)),
     "overlap": Call(WAVES, _RING, dict(policy="overlap", chunks=4)),
-    "capacity": Call(WAVES | dict(capacity=300), _RING, dict(policy="serial", chunks=None)),
+    "capacity": Call(WAVES | dict(capacity=300), _RING, dict(policy="serial", chunks=2)),
     # Two macro-chunks of four chunks, each a wave.
     "half": Call(
         WAVES | dict(dtype=jnp.float16, use_bias=True, activation="relu2"),
