@@ -57,7 +57,8 @@ nb::dict layout_dict(const nb::dict& shape) {
   d["slot_route_descriptor"] = l.slot_route_descriptor, d["slot_layout_descriptor"] = l.slot_layout_descriptor;
   d["token_pool"] = l.token_pool, d["combine_rows"] = l.combine_rows, d["combine_ids"] = l.combine_ids;
   d["combine_weights"] = l.combine_weights, d["combine_flags"] = l.combine_flags, d["stats"] = l.stats;
-  d["computed"] = l.computed, d["plan"] = l.plan, d["activations"] = l.activations, d["total"] = l.total;
+  d["routes"] = l.routes, d["computed"] = l.computed, d["plan"] = l.plan, d["activations"] = l.activations,
+  d["total"] = l.total;
   return d;
 }
 

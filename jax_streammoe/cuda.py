@@ -1,4 +1,4 @@
-"""The layer on one CUDA device: kernels where there are any, the portable path of reference.py elsewhere.
+"""The layer on one CUDA device, and the halves of an exchange: kernels where there are any, elsewhere plain JAX.
 
 Contract: bfloat16 or float16 and at most 1,024 local experts, on sm_90a, run the kernels of cc/kernels; float32, more
 experts, and the backward go through plain JAX, slower and not bitwise equal to the kernels. Programs are traced for
@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from . import ffi
+from . import ffi, ops
 from .config import DTYPE_CODES, MoEConfig
 from .ops import Experts, LayerSpec, StreamSpec
-from .reference import reference
+from .reference import _expert, _masked, _stack, reference
+from .varying import vary_together
 
 KERNEL_DTYPES = (DTYPE_CODES[np.dtype(jnp.bfloat16)], DTYPE_CODES[np.dtype(np.float16)])
 MAX_LOCAL_EXPERTS = 1024  # kMaxLocalExperts of cc/host/heuristics.h; a test compares them
@@ -30,15 +32,17 @@ def has_kernels(spec: LayerSpec) -> bool:
     return spec.config.dtype_code in KERNEL_DTYPES and spec.num_local_experts <= MAX_LOCAL_EXPERTS
 
 
-def check_ring(config: MoEConfig, devices: Sequence[jax.Device]) -> None:
+def check_ring(config: MoEConfig, num_ranks: int, devices: Sequence[jax.Device]) -> None:
     """Raises ValueError unless the kernels can serve a ring of this layer on these GPUs."""
     if not ffi.compiled.WITH_CUDA:
         raise ValueError(f"rings on {devices[0]} need a build with CUDA kernels, this one is for the CPU only")
-    if len(devices) > 1:
+    if len({device.process_index for device in devices}) > 1:
         raise ValueError(
-            f"a ring on GPUs has one device in this version, got {len(devices)}; over ranks leave ring=None, which "
-            "exchanges through XLA's collectives"
+            "a ring on GPUs spans devices of one process in this version; over several processes leave ring=None, "
+            "which exchanges through XLA's collectives"
         )
+    if num_ranks > 1 and config.capacity is not None:
+        raise ValueError("a ring over several GPUs takes no capacity in this version; leave ring=None")
     for device in devices:
         found = getattr(device, "compute_capability", None)
         if found != COMPUTE_CAPABILITY:
@@ -48,8 +52,11 @@ def check_ring(config: MoEConfig, devices: Sequence[jax.Device]) -> None:
             f"a ring on a GPU takes bfloat16 or float16 layers, got {config.dtype.name}; float32 runs through plain "
             "JAX with ring=None"
         )
-    if config.num_experts > MAX_LOCAL_EXPERTS:
-        raise ValueError(f"a ring on a GPU takes at most {MAX_LOCAL_EXPERTS} experts, got {config.num_experts}")
+    if config.num_experts > MAX_LOCAL_EXPERTS * num_ranks:
+        raise ValueError(
+            f"a ring on GPUs takes at most {MAX_LOCAL_EXPERTS} experts per rank, got {config.num_experts} on "
+            f"{num_ranks}"
+        )
 
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
@@ -64,9 +71,11 @@ def ring_forward(
     spec: StreamSpec, mem: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> tuple:
     """The batch-ready call on a ring -> mem, y [T, H], expert_rows [L], counts [3]."""
+    if spec.layer.num_local_experts < spec.layer.config.num_experts:
+        return ops.ring_forward(spec, mem, x, ids, weights, experts)
     results = (ffi.like(mem, mem.shape, mem.dtype), ffi.like(mem, x.shape, x.dtype), _workspace(spec.layer, x, mem))
     mem, y, _ = ffi.call(
-        "ring_forward", results, mem, x, ids, weights, *experts, attributes=spec.attributes(), aliases={0: 0}
+        "ring_forward_local", results, mem, x, ids, weights, *experts, attributes=spec.attributes(), aliases={0: 0}
     )
     return mem, y, *count_routes(spec.layer, ids)
 
@@ -83,11 +92,90 @@ def count_routes(spec: LayerSpec, ids: jax.Array) -> tuple[jax.Array, jax.Array]
     return kept, jnp.stack([jnp.sum(rows - kept, dtype=jnp.int32), invalid, masked])
 
 
-def _workspace(spec: LayerSpec, x: jax.Array, like: jax.Array | None = None) -> Any:
+def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
+    """x [N, H], local ids [N, K] -> unweighted rows [N, K, H] (0 where skipped), dropped [N, K] uint8, expert_rows."""
+    if not has_kernels(spec):
+        expert_rows, taken = _plain_rows(spec, x, local_ids, experts)
+        owned = (local_ids >= 0) & (local_ids < spec.num_local_experts)
+        return expert_rows, (owned & ~taken).astype(jnp.uint8), count_routes(spec, local_ids)[0]
+    results = (
+        ffi.like(x, (*local_ids.shape, x.shape[-1]), x.dtype),
+        ffi.like(x, local_ids.shape, np.uint8),
+        ffi.like(x, (spec.num_local_experts,), np.int32),
+        _workspace(spec, x, with_rows=False),
+    )
+    return tuple(ffi.call("rows", results, x, local_ids, *experts, attributes=spec.attributes())[:3])
+
+
+def combine(
+    spec: LayerSpec, expert_rows: jax.Array, ids: jax.Array, weights: jax.Array, dropped: jax.Array
+) -> jax.Array:
+    """rows [T, K, H], ids [T, K] (negative: skipped), weights f32, dropped uint8 -> y [T, H], k ascending."""
+    if has_kernels(spec):
+        return ops.combine(spec, expert_rows, ids, weights, dropped)
+    taken = (ids >= 0) & (dropped == 0)
+    total = jnp.zeros((ids.shape[0], expert_rows.shape[-1]), jnp.float32)
+    for k in range(ids.shape[1]):
+        term = weights[:, k, None] * expert_rows[:, k].astype(jnp.float32)
+        total = total + jnp.where(taken[:, k, None], term, 0.0)  # a weight that is not used may be NaN
+    return total.astype(expert_rows.dtype)
+
+
+def rows_backward(
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
+    experts: Experts,
+) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
+    """Gradients of weighted rows: -> token, dx_rows [N, K, H], d_weights [N, K] f32, of the experts; in plain JAX.
+
+    The whole d_x of a token lies in the row of the first of its routes that are taken here, the others are 0: every
+    expert works on all N tokens as it is, and would on N * K with a row for each route.
+    """
+    # As float32, so that the sum over experts is one.
+    expert_rows, pullback, taken = jax.vjp(
+        lambda x, experts: _plain_rows(spec, x, local_ids, experts), x.astype(jnp.float32), experts, has_aux=True
+    )
+    dy = dy[:, None, :].astype(jnp.float32)
+    dx, d_experts = pullback((weights[..., None] * dy).astype(expert_rows.dtype))
+    d_weights = jnp.where(taken, jnp.sum(dy * expert_rows.astype(jnp.float32), axis=-1), 0.0)
+    first = taken & (jnp.cumsum(taken, axis=1, dtype=jnp.int32) == 1)
+    dx_rows = jnp.where(first[..., None], dx[:, None, :].astype(x.dtype), jnp.zeros((), x.dtype))
+    return token, dx_rows, d_weights, d_experts
+
+
+def _plain_rows(
+    spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Unweighted rows [N, K, H], 0 where skipped, and bool [N, K], whether a route was taken; differentiable.
+
+    The scan of `reference` over the experts of this rank, x [N, H] in any dtype.
+    """
+    config = spec.config
+    gate_up, down, biases = _named(spec, experts)
+    tensors = _stack(gate_up, down, biases.get("b_gate_up"), biases.get("b_down"), config)
+
+    def body(carry: tuple[jax.Array, jax.Array], expert: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
+        rows, taken = carry
+        index, tensors = expert
+        hit = local_ids == index
+        if config.capacity is not None:
+            order = jnp.cumsum(hit.reshape(-1), dtype=jnp.int32).reshape(hit.shape)
+            hit = hit & (order <= config.capacity)
+        return (place(hit, mlp(jnp.any(hit, axis=-1), x, tensors), rows), taken | hit), None
+
+    # Recomputed in the backward, masks inside, so that a scan step leaves nothing but its bool [N, K] behind.
+    mlp = jax.checkpoint(lambda owned, rows, tensors: _expert(config, _masked(rows, owned), *tensors))
+    place = jax.checkpoint(lambda hit, row, rows: jnp.where(hit[..., None], row[:, None, :], rows))
+    none = (jnp.zeros((*local_ids.shape, config.hidden), config.dtype), jnp.zeros(local_ids.shape, bool))
+    start = vary_together(none, x, local_ids, experts)
+    (rows, taken), _ = lax.scan(body, start, (jnp.arange(spec.num_local_experts, dtype=jnp.int32), tensors))
+    return rows, taken
+
+
+def _workspace(spec: LayerSpec, x: jax.Array, like: jax.Array | None = None, *, with_rows: bool = True) -> Any:
     """The kernels' memory as a result, so that XLA owns it and a captured call keeps its address."""
     config = spec.config
     num_bytes = ffi.compiled.cuda_forward_bytes(
-        x.shape[0], config.top_k, config.hidden, config.intermediate,
+        x.shape[0], config.top_k, config.hidden if with_rows else 0, config.intermediate,
         spec.num_local_experts,
     )  # fmt: skip
     return ffi.like(x if like is None else like, (max(1, num_bytes),), np.uint8)
@@ -102,10 +190,15 @@ def backward(
 
 
 def _reference(spec: LayerSpec, ids: jax.Array, x: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
+    gate_up, down, biases = _named(spec, experts)
+    return reference(x, ids, weights, gate_up, down, config=spec.config, **biases)
+
+
+def _named(spec: LayerSpec, experts: Experts) -> tuple[Any, jax.Array, dict[str, Any]]:
+    """The six tensors as `reference` takes them: gate and up, down, and the biases by name."""
     gate, up, down, b_gate, b_up, b_down = experts
-    config = spec.config
-    packed = gate.shape[-1] == config.gate_up_width
+    packed = gate.shape[-1] == spec.config.gate_up_width
     biases: dict[str, Any] = {}
-    if config.use_bias:
+    if spec.config.use_bias:
         biases = {"b_gate_up": b_gate if packed else (b_gate, b_up), "b_down": b_down}
-    return reference(x, ids, weights, gate if packed else (gate, up), down, config=config, **biases)
+    return gate if packed else (gate, up), down, biases

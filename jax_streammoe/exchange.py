@@ -3,7 +3,8 @@
 Contract: dropless, the same bits as every other transport: each rank computes unweighted rows for the routes of its
 experts, one row per route returns to the token's owner, and the owner combines in k order. Blocks are worst case: every
 rank sends room for all its tokens to every other rank, so R*T token rows and R*T*K result rows exist at once. Rows
-that a rank does not own are sent as zeros, so a NaN in a token that nobody needs goes nowhere.
+that a rank does not own are sent as zeros, so a NaN in a token that nobody needs goes nowhere. What a rank computes
+between the exchanges is in local.py, which knows its platform.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import local, ops
+from . import local
 from .ops import Experts, LayerSpec
 
 
@@ -30,15 +31,15 @@ def forward(
     if spec.checks:
         invalid_here = jnp.any((ids < -1) | (ids >= spec.config.num_experts)).astype(jnp.int32)
         any_invalid = lax.pmax(invalid_here, axis_names) if axis_names else invalid_here
-        ids = ops.check_ids(spec, ids, any_invalid)
+        ids = local.check_ids(spec, ids, any_invalid)
     ids, invalid, masked = _clean(spec, axis_names, ids)
     needed, local_ids = _destinations(spec, axis_names, ids)
     x_in = _exchange(jnp.where(needed[..., None], x[None], jnp.zeros((), x.dtype)), axis_names)
     ids_in = _exchange(local_ids, axis_names)
-    rows, dropped, expert_rows = ops.rows(spec, _flat(x_in), _flat(ids_in), experts)
+    rows, dropped, expert_rows = local.rows(spec, _flat(x_in), _flat(ids_in), experts)
     rows, dropped = _exchange(_split(rows, ids_in), axis_names), _exchange(_split(dropped, ids_in), axis_names)
     rows, dropped = _of_owner(spec, rows, ids), _of_owner(spec, dropped, ids)
-    y = ops.combine(spec, rows, ids, weights, dropped)
+    y = local.combine(spec, rows, ids, weights, dropped)
     num_dropped = jnp.sum((dropped != 0) & (ids >= 0), dtype=jnp.int32)
     return y, expert_rows, jnp.stack([num_dropped, invalid, masked])
 
@@ -56,7 +57,7 @@ def backward(
     dy_in = _exchange(jnp.where(needed[..., None], dy[None], zero), axis_names)
     ids_in = _exchange(local_ids, axis_names)
     weights_in = _exchange(jnp.where(local_ids >= 0, weights[None], jnp.zeros((), weights.dtype)), axis_names)
-    token, dx_rows, d_weights, d_experts = ops.backward(
+    token, dx_rows, d_weights, d_experts = local.rows_backward(
         spec, token, _flat(x_in), _flat(dy_in), _flat(ids_in), _flat(weights_in), experts
     )
     dx_rows = _of_owner(spec, _exchange(_split(dx_rows, ids_in), axis_names), ids)

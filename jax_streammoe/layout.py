@@ -104,11 +104,13 @@ def ring_layout(shape: RingShape) -> dict[str, int]:
 def _work(shape: RingShape) -> dict[str, int]:
     """Bytes of what the kernels of a GPU keep in the ring; nothing on the host."""
     if not shape.on_gpu:
-        return dict(stats=0, computed=0, plan=0, activations=0)
+        return dict(stats=0, routes=0, computed=0, plan=0, activations=0)
     experts = shape.num_experts
-    blocks = most_row_blocks(shape.num_ranks * shape.num_slots * shape.chunk_tokens * shape.top_k, experts)
+    pairs = shape.num_ranks * shape.num_slots * shape.chunk_tokens * shape.top_k
+    blocks = most_row_blocks(pairs, experts)
     return dict(
         stats=align_line((experts + 3) * 4),
+        routes=align_line(pairs * 4) if shape.num_ranks > 1 else 0,
         computed=align_line(2 * experts * 4),
         plan=align_line(blocks * (ROW_BLOCK * 4 + 16) + 130 * (experts + 1) * 4 + 4096),
         activations=align_line(blocks * ROW_BLOCK * shape.intermediate * shape.itemsize),

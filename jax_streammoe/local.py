@@ -1,9 +1,11 @@
-"""The layer on the tokens of one device: its forward and backward calls, batchable and partitionable.
+"""What one device computes: the layer on its tokens, batchable and partitionable, and the halves of an exchange.
 
 Contract: `forward` and `backward` are plain operations (vjp.py ties them together). Under vmap over tokens the axis is
 folded into the tokens: one call. When weights are mapped, or a capacity counts the tokens of a call, the axis is
 walked with lax.map. Under plain jit with sharded tokens each shard stays where it is and statistics and weight
 gradients are summed over the shards; sharded experts are refused, because XLA would gather them without a word.
+`rows`, `combine`, `check_ids` and `rows_backward` are for exchange.py, inside of shard_map. All of these choose by the
+platform that a program is lowered for.
 """
 
 from __future__ import annotations
@@ -38,10 +40,37 @@ def backward(
     return token, dx, d_weights, tuple(d_experts)
 
 
+def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
+    """x [N, H], local ids [N, K] -> unweighted rows [N, K, H] (0 where skipped), dropped [N, K] uint8, expert_rows."""
+    return _on_platform(ops.rows, cuda.rows, spec, x, local_ids, experts)
+
+
+def combine(
+    spec: LayerSpec, expert_rows: jax.Array, ids: jax.Array, weights: jax.Array, dropped: jax.Array
+) -> jax.Array:
+    """rows [T, K, H], ids [T, K] (negative: skipped), weights f32, dropped uint8 -> y [T, H], k ascending."""
+    return _on_platform(ops.combine, cuda.combine, spec, expert_rows, ids, weights, dropped)
+
+
+def check_ids(spec: LayerSpec, ids: jax.Array, any_invalid: jax.Array) -> jax.Array:
+    """ids [T, K], or an error that names an invalid one, as `ops.check_ids`; on CUDA the host sees no value: ids."""
+    return _on_platform(ops.check_ids, lambda _, ids, any_invalid: ids, spec, ids, any_invalid)
+
+
+def rows_backward(
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
+    experts: Experts,
+) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
+    """Gradients of weighted rows: -> token, dx_rows [N, K, H], d_weights [N, K] f32, the six expert gradients.
+
+    The rows of a token sum to its d_x; those of routes that are skipped are 0.
+    """
+    return _on_platform(ops.backward, cuda.rows_backward, spec, token, x, dy, local_ids, weights, experts)
+
+
 def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax.Array:
     """Sums the gradient rows [T, K, H] of each token, k ascending, like `y` with weight 1."""
-    ones = jnp.ones_like(ids, jnp.float32)
-    return ops.combine(spec, dx_rows, ids, ones, jnp.zeros_like(ids, jnp.uint8))
+    return combine(spec, dx_rows, ids, *_unweighted(ids))
 
 
 @functools.cache
@@ -89,7 +118,7 @@ def _backward(spec: LayerSpec) -> Callable[..., tuple]:
     return run
 
 
-def _on_platform(cpu: Callable[..., tuple], cuda: Callable[..., tuple], spec: LayerSpec, *args: jax.Array) -> tuple:
+def _on_platform(cpu: Callable[..., Any], cuda: Callable[..., Any], spec: LayerSpec, *args: Any) -> Any:
     """The platform's own call; without CUDA in the build there is nothing to choose."""
     if not ffi.compiled.WITH_CUDA:
         return cpu(spec, *args)
@@ -115,7 +144,8 @@ def _backward_cpu(
 ) -> tuple:
     token, dx_rows, d_weights, d_experts = ops.backward(spec, token, x, dy, ids, weights, experts)  # type: ignore[arg-type]
     # A route dropped by capacity has a zero row, so it needs no flag here.
-    return token, combine_gradient(spec, dx_rows, _owned(spec, ids)), d_weights, *d_experts
+    ids = _owned(spec, ids)
+    return token, ops.combine(spec, dx_rows, ids, *_unweighted(ids)), d_weights, *d_experts
 
 
 def _backward_cuda(
@@ -129,6 +159,11 @@ def _backward_cuda(
 ) -> tuple:
     dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts)  # type: ignore[arg-type]
     return token, dx, d_weights, *d_experts
+
+
+def _unweighted(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weights and drop flags of a plain sum."""
+    return jnp.ones_like(ids, jnp.float32), jnp.zeros_like(ids, jnp.uint8)
 
 
 def _owned(spec: LayerSpec, ids: jax.Array) -> jax.Array:

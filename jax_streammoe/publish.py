@@ -154,6 +154,11 @@ def publish_external(stream: Stream, chunk: int, mem: jax.Array) -> Stream:
         raise ValueError("publish_external: nothing can be recorded, open the stream with record=False")
     if getattr(mem, "shape", None) != stream.mem.shape or getattr(mem, "dtype", None) != stream.mem.dtype:
         raise TypeError(f"mem must be the ring's memory, {stream.mem.shape} uint8, got {checks.describe(mem)}")
+    if len(stream.spec.plan.macro_ends) > 1:
+        raise ValueError(
+            f"publish_external: the ring must hold all {stream.spec.num_tokens} tokens of the call, it holds "
+            f"num_slots * chunk_tokens = {stream.ring.spec.macro_tokens}"
+        )
     chunk = as_int("chunk", chunk)
     _check_chunk(stream, chunk, "publish_external", stream.routes, stream.layouts)
     if chunk in stream.layouts:

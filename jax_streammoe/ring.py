@@ -212,7 +212,8 @@ def make_ring(
       threads: CPU threads of one rank's expert work; by default the cores divided by the ranks of this process.
 
     Returns a Ring of `ring_bytes(...)` bytes per rank (in shared memory when several processes take part). On a GPU the
-    ring takes bfloat16 and float16 layers, loads every kernel, and is for one device.
+    ring takes bfloat16 and float16 layers, loads every kernel, and spans GPUs of this process that reach each other's
+    memory.
 
     Raises TypeError for an argument of another kind, ValueError for sizes, axes, devices or a config that do not fit,
     RuntimeError when processes disagree or one is missing; all may then call it again.
@@ -229,7 +230,7 @@ def make_ring(
     members = [_member(device, n // num_ranks, n % num_ranks) for n, device in enumerate(devices)]
     platform = "cuda" if devices[0].platform == "gpu" else "cpu"
     if platform == "cuda":
-        cuda.check_ring(config, devices)
+        cuda.check_ring(config, num_ranks, devices)
     shape = ring_shape(
         config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens,
         platform=platform,
@@ -316,31 +317,38 @@ def _allocate(spec: RingSpec, mesh: Mesh | None) -> Ring:
     return Ring(mem, token, spec)
 
 
-def _register_mem(spec: RingSpec, mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]:
-    def register(mem: jax.Array) -> jax.Array:
-        return ffi.call(
-            "register", ffi.like(mem, mem.shape, mem.dtype), mem, attributes={"ring": spec.name}, aliases={0: 0},
-            side_effect=True,
-        )  # fmt: skip
+def _setup(spec: RingSpec, mesh: Mesh | None) -> list[Callable[[jax.Array], jax.Array]]:
+    """What make_ring runs on the memory, each on all ranks before the next: GPUs also learn where their peers lie."""
 
-    if mesh is None:
-        return register
-    return jax.shard_map(register, mesh=mesh, in_specs=spec.partition, out_specs=spec.partition)
+    def step(handler: str) -> Callable[[jax.Array], jax.Array]:
+        def run(mem: jax.Array) -> jax.Array:
+            return ffi.call(
+                handler, ffi.like(mem, mem.shape, mem.dtype), mem, attributes={"ring": spec.name}, aliases={0: 0},
+                side_effect=True,
+            )  # fmt: skip
+
+        if mesh is None:
+            return run
+        return jax.shard_map(run, mesh=mesh, in_specs=spec.partition, out_specs=spec.partition)
+
+    return [step(handler) for handler in (("register", "connect") if spec.platform == "cuda" else ("register",))]
 
 
 def _register(ring: Ring, mesh: Mesh | None) -> Ring:
-    mem = jax.jit(_register_mem(ring.spec, mesh), donate_argnums=0)(ring.mem)
-    return Ring(jax.block_until_ready(mem), ring.token, ring.spec)
+    mem = ring.mem
+    for step in _setup(ring.spec, mesh):
+        mem = jax.block_until_ready(jax.jit(step, donate_argnums=0)(mem))
+    return Ring(mem, ring.token, ring.spec)
 
 
 def _register_ref(ring: Ring, mesh: Mesh | None) -> RingRef:
-    register = _register_mem(ring.spec, mesh)
-
-    def store(ref: Any) -> None:
-        ref[...] = register(ref[...])
-
     # new_ref copies, so the address is registered from inside.
     ref = RingRef(jax.new_ref(ring.mem), ring.spec)
-    jax.jit(store)(ref.mem)
-    jax.effects_barrier()
+    for step in _setup(ring.spec, mesh):
+
+        def store(ref: Any, step: Callable[[jax.Array], jax.Array] = step) -> None:
+            ref[...] = step(ref[...])
+
+        jax.jit(store)(ref.mem)
+        jax.effects_barrier()
     return ref

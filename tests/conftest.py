@@ -54,7 +54,15 @@ def _require_gpu() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_gpu = config.getoption("--gpu")
-    chosen = [item for item in items if (item.get_closest_marker("gpu") is not None) == on_gpu]
+    num_gpus = len(jax.devices()) if on_gpu and not config.option.collectonly else 0
+
+    def wanted(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("gpu")
+        if marker is None or not on_gpu:
+            return (marker is not None) == on_gpu
+        return num_gpus == 0 or num_gpus >= (marker.args[0] if marker.args else 1)
+
+    chosen = [item for item in items if wanted(item)]
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen

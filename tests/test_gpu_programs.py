@@ -195,10 +195,10 @@ def test_the_batch_ready_call_on_a_ring_stays_in_place_and_is_captured(name):
     args = arguments(chunks=1)  # where "auto" finds nothing to stream
     net = functools.partial(BATCH_NETS[name], block=functools.partial(block, chunks="auto"))
     program = gpu.compile_program(net, *args, donate=2)
-    assert len(program.calls("ring_forward")) == 1
+    assert len(program.calls("ring_forward_local")) == 1
     gpu.assert_no_copies(program, args[2])
     gpu.assert_in_place(program, args[2])
-    gpu.assert_captured(program, "ring_forward")
+    gpu.assert_captured(program, "ring_forward_local")
 
 
 @batch_nets

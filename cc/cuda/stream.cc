@@ -42,10 +42,20 @@ Status Stream::attach(cudaStream_t stream) {
     return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': a plan needs ", needed,
                  " bytes, the ring has ", at_.activations - at_.plan);
   }
-  std::vector<uint8_t*> peers;
-  for (int64_t r = 0; r < shape_.num_ranks; ++r) peers.push_back(ring_->base(group_, r));
-  STREAMMOE_CUDA(sm90::launch_register(device_ring(), peers.data(), stream), "make_ring: writing the control region");
+  STREAMMOE_CUDA(sm90::launch_register(device_ring(), stream), "make_ring: writing the control region");
   return cuda_status(cudaStreamSynchronize(stream), "make_ring: writing the control region");
+}
+
+Status Stream::connect(cudaStream_t stream) {
+  std::vector<uint8_t*> peers;
+  for (int64_t r = 0; r < shape_.num_ranks; ++r) {
+    peers.push_back(ring_->base(group_, r));
+    if (peers.back() == nullptr) {
+      return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': rank ", r, " is not registered");
+    }
+  }
+  STREAMMOE_CUDA(sm90::launch_connect(device_ring(), peers.data(), stream), "make_ring: writing the peers");
+  return cuda_status(cudaStreamSynchronize(stream), "make_ring: writing the peers");
 }
 
 sm90::DeviceRing Stream::device_ring() const { return {mem(), shape_, rank_, error_, ring_->timeout_s()}; }
@@ -58,6 +68,10 @@ Status Stream::open(const CallSpec& spec, const ExpertWeights& weights, cudaStre
                  "opened, or make_ring again");
   }
   STREAMMOE_RETURN_IF_ERROR(spec.check(shape_));
+  if (spec.capacity >= 0 && shape_.num_ranks > 1) {
+    return error(Code::kInvalidArgument, "ring '", ring_->name(),
+                 "': capacity is for rings of one GPU in this version");
+  }
   if (spec.overlap && (spec.producer_sms < 0 || num_sms_ < spec.producer_sms + 2)) {
     return error(Code::kInvalidArgument, "ring '", ring_->name(), "': policy \"overlap\" leaves ", spec.producer_sms,
                  " SMs to the producer and needs 2 more, the device has ", num_sms_, "; use policy \"serial\"");
@@ -150,28 +164,36 @@ Status Stream::run_wave(int64_t wave, cudaStream_t stream) {
   STREAMMOE_CUDA(sm90::launch_await_chunks(device_ring(), first, last, on), "waiting for chunks");
   const int64_t macro = spec_.macro_of(first);
   const int64_t num_tokens = spec_.chunk_bounds(last - 1).second - macro * spec_.macro_tokens;
-  if (num_tokens == 0) return {};
   const bool beside_producer = spec_.overlap && wave + 1 < static_cast<int64_t>(spec_.wave_ends.size());
-  STREAMMOE_RETURN_IF_ERROR(run_experts(wave, num_tokens, beside_producer, on));
-  if (!beside_producer) return {};
-  return cuda_status(sm90::launch_await_resident(device_ring(), resident_ctas_, stream), "letting a wave start");
+  if (num_tokens > 0) {
+    if (shape_.num_ranks > 1) {
+      STREAMMOE_CUDA(sm90::launch_fetch_chunks(device_ring(), spec_, first, last, on), "fetching tokens");
+    }
+    STREAMMOE_RETURN_IF_ERROR(run_experts(wave, num_tokens * shape_.num_ranks, beside_producer, on));
+    if (beside_producer) {
+      STREAMMOE_CUDA(sm90::launch_await_resident(device_ring(), resident_ctas_, stream), "letting a wave start");
+    }
+  }
+  // With one rank the order of the streams says it all.
+  if (shape_.num_ranks == 1 || wave != spec_.seal_wave(macro)) return {};
+  return cuda_status(sm90::launch_seal(device_ring(), spec_, macro, on), "sealing a macro-chunk");
 }
 
-// The experts on what is pending of the first num_tokens tokens of the macro-chunk.
-Status Stream::run_experts(int64_t wave, int64_t num_tokens, bool beside_producer, cudaStream_t stream) {
+// The experts on what is pending of the first num_rows token rows of the pool.
+Status Stream::run_experts(int64_t wave, int64_t num_rows, bool beside_producer, cudaStream_t stream) {
   const ExpertProblem& p = spec_.problem;
   const int64_t macro = spec_.macro_of(spec_.wave_begin(wave));
   const bool first = spec_.wave_begin(wave) == spec_.macro_begin(macro), seal = wave == spec_.seal_wave(macro);
   uint8_t* base = mem();
   auto* computed = reinterpret_cast<int32_t*>(base + at_.computed);
   if (spec_.capacity >= 0) {
-    STREAMMOE_CUDA(cudaMemsetAsync(base + at_.combine_flags, 0, static_cast<size_t>(num_tokens * p.top_k), stream),
+    STREAMMOE_CUDA(cudaMemsetAsync(base + at_.combine_flags, 0, static_cast<size_t>(num_rows * p.top_k), stream),
                    "clearing the flags of dropped routes");
   }
-  const sm90::Plan plan = sm90::make_plan(base + at_.plan, num_tokens, p.top_k, p.num_experts, false);
+  const sm90::Plan plan = sm90::make_plan(base + at_.plan, num_rows, p.top_k, p.num_experts, false);
   sm90::PlanArgs args;
-  args.topk_ids = reinterpret_cast<const int32_t*>(base + at_.combine_ids);
-  args.num_tokens = num_tokens, args.top_k = p.top_k;
+  args.topk_ids = reinterpret_cast<const int32_t*>(base + (shape_.num_ranks > 1 ? at_.routes : at_.combine_ids));
+  args.num_tokens = num_rows, args.top_k = p.top_k;
   args.num_experts = p.num_experts, args.first_expert = rank_ * p.num_experts;
   args.total_experts = p.num_experts * shape_.num_ranks;
   args.window.computed = first ? nullptr : computed + (wave % 2) * p.num_experts;
@@ -202,6 +224,10 @@ Status Stream::run_experts(int64_t wave, int64_t num_tokens, bool beside_produce
   if (beside_producer) resident_ctas_ += ctas;
   gemm.resident = nullptr;
   gemm.a = base + at_.activations, gemm.out = base + at_.combine_rows, gemm.scatter = true;
+  if (shape_.num_ranks > 1) {
+    gemm.owners = {reinterpret_cast<uint8_t* const*>(base + at_.peers), at_.combine_rows,
+                   spec_.token_order(shape_.num_ranks, macro)};
+  }
   gemm.depth = p.intermediate, gemm.width = p.hidden;
   gemm.b0 = weights_.down, gemm.b1 = {}, gemm.bias0 = weights_.b_down, gemm.bias1 = {};
   return cuda_status(sm90::launch_gemm_down_sm90(gemm, stream), "the down product of a wave");
@@ -267,7 +293,11 @@ Status Stream::advance(const CallSpec& spec, cudaStream_t stream) {
 // XLA frees the call's memory once the error is raised: nothing of the call may still run on the side stream then.
 void Stream::abort(const Status& why) {
   ring_->fail(why.message());
-  if (open_ && side_ != nullptr) (void)cudaStreamSynchronize(side_);
+  if (side_ != nullptr) {
+    // Behind the waves on the side stream: a wave that waits for a peer ends by the peer's own deadline or abort word.
+    if (shape_.num_ranks > 1) (void)sm90::launch_abort(device_ring(), side_);
+    if (open_) (void)cudaStreamSynchronize(side_);
+  }
   open_ = false;
 }
 

@@ -33,6 +33,8 @@ class Stream : public RankStream {
 
   // Once, when the ring is registered: side stream, events, error record; zeroes the control region.
   Status attach(cudaStream_t stream);
+  // Once, when all ranks are registered: tells the device where they lie.
+  Status connect(cudaStream_t stream);
   Status open(const CallSpec& spec, const ExpertWeights& weights, cudaStream_t stream);
   // `chunk` is -1 when the program computes it: then it is the next one, which the kernel compares with the operand.
   // y is [T, H]; rows of completed macro-chunks are written to it before the next macro-chunk is published.
@@ -59,7 +61,7 @@ class Stream : public RankStream {
   Status begin(Phase phase, int64_t chunk, void* y, cudaStream_t stream, bool* dropped);
   Status advance_waves(cudaStream_t stream);
   Status run_wave(int64_t wave, cudaStream_t stream);
-  Status run_experts(int64_t wave, int64_t num_tokens, bool beside_producer, cudaStream_t stream);
+  Status run_experts(int64_t wave, int64_t num_rows, bool beside_producer, cudaStream_t stream);
   Status finish_macros(int64_t upto, void* y, cudaStream_t stream);
   Status join(cudaStream_t stream);
   std::string describe(const DeviceError& error) const;

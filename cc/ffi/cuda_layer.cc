@@ -1,13 +1,20 @@
-// Handlers of the layer on one CUDA device: forward, batch-ready, bf16 and f16.
+// Handlers of the layer on one CUDA device, bf16 and f16; names and meaning as in ffi/layer.cc.
 //
-// Contract: a call only enqueues kernels on XLA's stream; nothing is allocated, synchronised or read back. The
-// workspace is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handler carries the
-// command-buffer trait. Kernels are loaded when the executable is initialised, never while a peer might wait.
+//   forward  x, ids, weights -> y, workspace                          the batch-ready layer
+//   rows     x, ids -> one row per route, dropped, expert_rows, workspace   the expert half, between XLA's collectives
+//   combine  rows, ids, weights, dropped -> y                         the owner's half
+//
+// Contract: a call only enqueues kernels and memsets on XLA's stream; nothing is allocated, synchronised or read back.
+// A workspace is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handlers carry the
+// command-buffer trait. Kernels are loaded when the executable is initialised, never while a peer might wait. rows and
+// combine give the bits of forward. Trade-off: rows that are not computed here are cleared in full before the product
+// writes the others, which costs their bytes once more and no pass over the plan.
 #include "ffi/cuda_layer.h"
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cuda/status.h"
 #include "ffi/decode.h"
@@ -19,7 +26,7 @@ namespace {
 ffi::Error initialize_impl() {
   return to_ffi(cuda::cuda_status(sm90::prepare_device(), "loading the kernels for sm_90a"));
 }
-XLA_FFI_DEFINE_HANDLER(kForwardInitialize, initialize_impl, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
+XLA_FFI_DEFINE_HANDLER(kInitialize, initialize_impl, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
 
 Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x,
                const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
@@ -58,17 +65,158 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                            .Ret<ffi::AnyBuffer>(),  // workspace u8
                        {ffi::Traits::kCmdBufferCompatible});
 
+// A capacity attribute as the kernels take it; -1 is none.
+int32_t kernel_capacity(int64_t capacity) {
+  constexpr int64_t kNone = std::numeric_limits<int32_t>::max();
+  return static_cast<int32_t>(capacity < 0 ? kNone : std::min(capacity, kNone));
+}
+
+Status expect_kernel_type(DType dtype) {
+  if (dtype != DType::kF32) return {};
+  return error(Code::kInvalidArgument, "the CUDA kernels take bfloat16 and float16, got float32");
+}
+
+Status expect_workspace(const ffi::AnyBuffer& workspace, int64_t needed) {
+  if (static_cast<int64_t>(workspace.size_bytes()) >= needed) return {};
+  return error(Code::kInvalidArgument, "the workspace must have ", needed, " bytes, got ", workspace.size_bytes());
+}
+
+// Plan, up, and down to the rows of the routes. workspace: the activations, then the plan, whose expert_rows is a
+// result.
+Status launch_rows(cudaStream_t stream, const ExpertProblem& p, int64_t capacity, const ExpertWeights& weights,
+                   int64_t num_tokens, const void* x, const int32_t* ids, void* rows, uint8_t* dropped,
+                   int32_t* expert_rows, uint8_t* workspace) {
+  // A multiple of 128 rows of 16 bytes: whatever comes behind is aligned.
+  const int64_t activation_bytes =
+      max_row_blocks(num_tokens * p.top_k, p.num_experts) * kBlockM * p.intermediate * dtype_bytes(p.dtype);
+  sm90::Plan plan = sm90::make_plan(workspace + activation_bytes, num_tokens, p.top_k, p.num_experts, false);
+  plan.expert_rows = expert_rows;
+  sm90::PlanArgs args;
+  args.topk_ids = ids, args.num_tokens = num_tokens, args.top_k = p.top_k;
+  args.num_experts = args.total_experts = p.num_experts;
+  args.window.capacity = kernel_capacity(capacity), args.window.dropped = dropped;
+  STREAMMOE_CUDA(sm90::launch_plan(args, plan, stream), "planning the rows");
+
+  sm90::GemmArgs gemm;
+  gemm.dtype = p.dtype, gemm.activation = p.activation, gemm.limit = p.limit;
+  gemm.blocks = plan.blocks, gemm.num_blocks = plan.totals, gemm.counters = plan.counters;
+  gemm.row_capacity = plan.row_capacity, gemm.block_capacity = plan.block_capacity;
+  gemm.row_pair = plan.row_pair, gemm.top_k = p.top_k, gemm.num_experts = p.num_experts;
+  gemm.a = x, gemm.out = workspace, gemm.depth = p.hidden, gemm.width = p.intermediate;
+  gemm.b0 = weights.gate, gemm.b1 = weights.up, gemm.bias0 = weights.b_gate, gemm.bias1 = weights.b_up;
+  STREAMMOE_CUDA(sm90::launch_gemm_up_sm90(gemm, stream), "the up product of the rows");
+  gemm.a = workspace, gemm.out = rows, gemm.scatter = true, gemm.depth = p.intermediate, gemm.width = p.hidden;
+  gemm.b0 = weights.down, gemm.b1 = {}, gemm.bias0 = weights.b_down, gemm.bias1 = {};
+  return cuda::cuda_status(sm90::launch_gemm_down_sm90(gemm, stream), "the down product of the rows");
+}
+
+// ids are local here: -1 or outside 0..L-1 is a route of another rank or of none.
+Status rows(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
+            const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& out, const ffi::AnyBuffer& dropped,
+            const ffi::AnyBuffer& expert_rows, const ffi::AnyBuffer& workspace) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  const int64_t capacity = attrs.i64("capacity");
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
+  ExpertWeights weights;
+  STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
+  const int64_t num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k, num_pairs = num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("local ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", out, type, num_pairs * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
+  // The batch-ready layer's workspace, but for its rows.
+  const int64_t needed = cuda_forward_bytes(num_tokens, p.top_k, 0, p.intermediate, p.num_experts);
+  STREAMMOE_RETURN_IF_ERROR(expect_workspace(workspace, needed));
+  if (num_pairs > 0) {
+    STREAMMOE_CUDA(cudaMemsetAsync(dropped.untyped_data(), 0, dropped.size_bytes(), stream), "clearing `dropped`");
+    // Rows of other ranks' experts travel back as zeros, never as whatever the buffer held.
+    STREAMMOE_CUDA(cudaMemsetAsync(out.untyped_data(), 0, out.size_bytes(), stream), "clearing the rows");
+  }
+  return launch_rows(stream, p, capacity, weights, num_tokens, x.untyped_data(), ids.typed_data<int32_t>(),
+                     out.untyped_data(), dropped.typed_data<uint8_t>(), expert_rows.typed_data<int32_t>(),
+                     static_cast<uint8_t*>(workspace.untyped_data()));
+}
+
+ffi::Error rows_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids,
+                     ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer b_gate,
+                     ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Result<ffi::AnyBuffer> dropped, ffi::Result<ffi::AnyBuffer> expert_rows,
+                     ffi::Result<ffi::AnyBuffer> workspace) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  return to_ffi(rows(stream, attrs, x, ids, operands, *out, *dropped, *expert_rows, *workspace));
+}
+XLA_FFI_DEFINE_HANDLER(kRows, rows_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // x [N, H]
+                           .Arg<ffi::AnyBuffer>()   // local ids [N, K] i32
+                           .Arg<ffi::AnyBuffer>()   // gate
+                           .Arg<ffi::AnyBuffer>()   // up
+                           .Arg<ffi::AnyBuffer>()   // down
+                           .Arg<ffi::AnyBuffer>()   // b_gate
+                           .Arg<ffi::AnyBuffer>()   // b_up
+                           .Arg<ffi::AnyBuffer>()   // b_down
+                           .Ret<ffi::AnyBuffer>()   // rows [N, K, H]
+                           .Ret<ffi::AnyBuffer>()   // dropped [N, K] u8
+                           .Ret<ffi::AnyBuffer>()   // expert_rows [L] i32
+                           .Ret<ffi::AnyBuffer>(),  // workspace u8
+                       {ffi::Traits::kCmdBufferCompatible});
+
+Status combine_rows(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& row_buffer,
+                    const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer& dropped,
+                    const ffi::AnyBuffer& y) {
+  AttrReader attrs(dictionary);
+  const ExpertProblem p = read_problem(attrs);
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
+  sm90::CombineArgs args;
+  args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
+  const int64_t num_pairs = args.num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", row_buffer, type, num_pairs * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, type, args.num_tokens * p.hidden));
+  args.top_k = p.top_k, args.hidden = p.hidden, args.dtype = p.dtype;
+  args.rows = row_buffer.untyped_data(), args.topk_weights = topk_weights.typed_data<float>();
+  args.y = y.untyped_data();
+  sm90::PairRoutes routes;
+  routes.topk_ids = ids.typed_data<int32_t>(), routes.dropped = dropped.typed_data<uint8_t>();
+  // Ids are those of all ranks' experts, of which the problem knows this rank's only. Their owners have cleaned them:
+  // whatever is not negative names an expert.
+  routes.num_experts = std::numeric_limits<int32_t>::max();
+  return cuda::cuda_status(sm90::launch_combine_pairs(args, routes, stream), "combining the rows");
+}
+
+ffi::Error combine_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuffer row_buffer, ffi::AnyBuffer ids,
+                        ffi::AnyBuffer topk_weights, ffi::AnyBuffer dropped, ffi::Result<ffi::AnyBuffer> y) {
+  return to_ffi(combine_rows(stream, attrs, row_buffer, ids, topk_weights, dropped, *y));
+}
+XLA_FFI_DEFINE_HANDLER(kCombine, combine_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // rows [T, K, H]
+                           .Arg<ffi::AnyBuffer>()   // ids [T, K] i32, negative: skipped
+                           .Arg<ffi::AnyBuffer>()   // weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()   // dropped [T, K] u8
+                           .Ret<ffi::AnyBuffer>(),  // y [T, H]
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 Status cuda_forward(cudaStream_t stream, const ExpertProblem& p, int64_t capacity, const ExpertWeights& weights,
                     const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
                     const ffi::AnyBuffer& y, const ffi::AnyBuffer& workspace) {
-  if (p.dtype == DType::kF32) {
-    return error(Code::kInvalidArgument, "the CUDA kernels take bfloat16 and float16, got float32");
-  }
+  STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
   sm90::ForwardArgs args;
-  args.dtype = p.dtype, args.weights = weights;
-  if (capacity >= 0) args.capacity = static_cast<int32_t>(std::min<int64_t>(capacity, args.capacity));
+  args.dtype = p.dtype, args.weights = weights, args.capacity = kernel_capacity(capacity);
   args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
   const int64_t num_pairs = args.num_tokens * p.top_k;
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
@@ -80,15 +228,17 @@ Status cuda_forward(cudaStream_t stream, const ExpertProblem& p, int64_t capacit
   args.x = x.untyped_data(), args.topk_ids = ids.typed_data<int32_t>();
   args.topk_weights = topk_weights.typed_data<float>(), args.y = y.untyped_data();
   const int64_t needed = cuda_forward_bytes(args.num_tokens, p.top_k, p.hidden, p.intermediate, p.num_experts);
-  if (static_cast<int64_t>(workspace.size_bytes()) < needed) {
-    return error(Code::kInvalidArgument, "the workspace must have ", needed, " bytes, got ", workspace.size_bytes());
-  }
+  STREAMMOE_RETURN_IF_ERROR(expect_workspace(workspace, needed));
   return cuda::cuda_status(sm90::launch_forward_sm90(args, workspace.untyped_data(), stream), "launching the layer");
 }
 
 std::vector<CudaHandler> cuda_layer_handlers() {
-  return {{"forward", "initialize", reinterpret_cast<void*>(+kForwardInitialize)},
-          {"forward", "execute", reinterpret_cast<void*>(+kForward)}};
+  return {{"forward", "initialize", reinterpret_cast<void*>(+kInitialize)},
+          {"forward", "execute", reinterpret_cast<void*>(+kForward)},
+          {"rows", "initialize", reinterpret_cast<void*>(+kInitialize)},
+          {"rows", "execute", reinterpret_cast<void*>(+kRows)},
+          {"combine", "initialize", reinterpret_cast<void*>(+kInitialize)},
+          {"combine", "execute", reinterpret_cast<void*>(+kCombine)}};
 }
 
 int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,

@@ -26,7 +26,7 @@ Status cuda_forward(cudaStream_t stream, const ExpertProblem& problem, int64_t c
                     const xla::ffi::AnyBuffer& x, const xla::ffi::AnyBuffer& ids,
                     const xla::ffi::AnyBuffer& topk_weights, const xla::ffi::AnyBuffer& y,
                     const xla::ffi::AnyBuffer& workspace);
-// Bytes of the workspace operand that `forward` needs on CUDA.
+// Bytes of the workspace that `forward` needs on CUDA; with hidden = 0, of the one that `rows` needs.
 int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
                            int64_t num_experts);
 

@@ -1,13 +1,15 @@
 // Handlers that work on a ring on a GPU: names, operands and results as in ffi/ring.cc, and two more.
 //
-//   publish_external  mem, y -> mem, y             a kernel that is not ours has published both halves of a chunk
+//   connect             mem -> mem                 behind register on all ranks: peers may be reached from now on
+//   publish_external    mem, y -> mem, y           a kernel that is not ours has published both halves of a chunk
+//   ring_forward_local  as ring_forward, with a workspace instead of statistics: one rank, which needs no slot
 //   after             values..., others... -> values...   in place; schedule order is stream order, so it only copies
 //                                                  what XLA did not alias
 //
 // Contract: handlers only enqueue. The index of a chunk lies in device memory, so the host takes it from the attribute
-// static_chunk; -1 means the program computes it, and it must be the next one. ring_forward is one handler without side
-// stream and carries the command-buffer trait: host code does not run on replay, all counters are in device memory. The
-// others never carry it, since a side stream must not stay unjoined in a capture.
+// static_chunk; -1 means the program computes it, and it must be the next one. ring_forward(_local) is one handler
+// without side stream and carries the command-buffer trait: host code does not run on replay, all counters are in
+// device memory. The others never carry it, since a side stream must not stay unjoined in a capture.
 #include "ffi/cuda_ring.h"
 
 #include <algorithm>
@@ -56,6 +58,24 @@ ffi::Error register_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary a
   return to_ffi(register_ring(stream, ordinal, attrs, mem_in, mem_out));
 }
 XLA_FFI_DEFINE_HANDLER(kRegister, register_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<Buffer>()    // mem
+                           .Ret<Buffer>());  // mem
+
+ffi::Error connect_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary, Buffer mem_in,
+                        Result mem_out) {
+  AttrReader attrs(dictionary);
+  const std::string name = attrs.text("ring");
+  RingCall call;
+  Status status = attrs.status();
+  if (status.ok()) status = find_ring(name, ordinal, mem_in, *mem_out, &call);
+  if (status.ok()) status = stream_of(call).connect(stream);
+  return to_ffi(status);
+}
+XLA_FFI_DEFINE_HANDLER(kConnect, connect_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Ctx<ffi::DeviceOrdinal>()
@@ -252,11 +272,68 @@ XLA_FFI_DEFINE_HANDLER(kClose, close_impl,
                            .Ret<Buffer>()    // expert_rows [L] i32
                            .Ret<Buffer>());  // counts [3] i32: dropped, invalid, masked
 
-// The batch-ready layer on one GPU needs no slot: it reads its operands where they are and leaves its mark on the
-// ring's counters only.
+// The batch-ready layer over ranks: a stream whose chunks are all there, on XLA's stream alone.
 Status ring_forward(RingCall* call, cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& dictionary,
                     Buffer mem_in, Buffer x, Buffer ids, Buffer topk_weights, const Buffer (&operands)[kNumWeights],
-                    Result mem_out, Result y, Result workspace) {
+                    Result mem_out, Result y, Result expert_rows, Result counts) {
+  CallSpec spec;
+  ExpertWeights weights;
+  STREAMMOE_RETURN_IF_ERROR(find_layer(ordinal, dictionary, mem_in, mem_out, operands, *y, &spec, &weights, call));
+  const int64_t hidden = spec.problem.hidden, top_k = spec.problem.top_k, item = dtype_bytes(spec.problem.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, element_type(spec.problem.dtype), spec.num_tokens * hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, spec.num_tokens * top_k));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, spec.num_tokens * top_k));
+  STREAMMOE_RETURN_IF_ERROR(expect_stats(spec, *expert_rows, *counts));
+  if (spec.overlap) return error(Code::kInvalidArgument, "ring_forward runs on one stream: overlap must be 0");
+  cuda::Stream& side = stream_of(*call);
+  STREAMMOE_RETURN_IF_ERROR(side.open(spec, weights, stream));
+  for (int64_t chunk = 0; chunk < spec.num_chunks; ++chunk) {
+    const int64_t start = spec.chunk_bounds(chunk).first;
+    const auto* rows = static_cast<const uint8_t*>(x.untyped_data()) + start * hidden * item;
+    STREAMMOE_RETURN_IF_ERROR(side.publish_layout(chunk, nullptr, rows, y->untyped_data(), stream));
+    STREAMMOE_RETURN_IF_ERROR(side.publish_route(chunk, nullptr, ids.typed_data<int32_t>() + start * top_k,
+                                                 topk_weights.typed_data<float>() + start * top_k, y->untyped_data(),
+                                                 stream));
+  }
+  return side.close(weights, y->untyped_data(), expert_rows->typed_data<int32_t>(), counts->typed_data<int32_t>(),
+                    stream);
+}
+
+ffi::Error ring_forward_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer x,
+                             Buffer ids, Buffer topk_weights, Buffer gate, Buffer up, Buffer down, Buffer b_gate,
+                             Buffer b_up, Buffer b_down, Result mem_out, Result y, Result expert_rows, Result counts) {
+  const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  RingCall call;
+  const Status status = ring_forward(&call, stream, ordinal, attrs, mem_in, x, ids, topk_weights, operands, mem_out, y,
+                                     expert_rows, counts);
+  return finish(call, status);
+}
+XLA_FFI_DEFINE_HANDLER(kRingForward, ring_forward_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<Buffer>()   // mem
+                           .Arg<Buffer>()   // x [T, H]
+                           .Arg<Buffer>()   // topk_ids [T, K] i32
+                           .Arg<Buffer>()   // topk_weights [T, K] f32
+                           .Arg<Buffer>()   // gate
+                           .Arg<Buffer>()   // up
+                           .Arg<Buffer>()   // down
+                           .Arg<Buffer>()   // b_gate
+                           .Arg<Buffer>()   // b_up
+                           .Arg<Buffer>()   // b_down
+                           .Ret<Buffer>()   // mem
+                           .Ret<Buffer>()   // y [T, H]
+                           .Ret<Buffer>()   // expert_rows [L] i32
+                           .Ret<Buffer>(),  // counts [3] i32: dropped, invalid, masked
+                       {ffi::Traits::kCmdBufferCompatible});
+
+// The batch-ready layer on one GPU needs no slot: it reads its operands where they are and leaves its mark on the
+// ring's counters only.
+Status ring_forward_local(RingCall* call, cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& dictionary,
+                          Buffer mem_in, Buffer x, Buffer ids, Buffer topk_weights,
+                          const Buffer (&operands)[kNumWeights], Result mem_out, Result y, Result workspace) {
   CallSpec spec;
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(find_layer(ordinal, dictionary, mem_in, mem_out, operands, *y, &spec, &weights, call));
@@ -265,16 +342,16 @@ Status ring_forward(RingCall* call, cudaStream_t stream, int32_t ordinal, const 
   return cuda_forward(stream, spec.problem, spec.capacity, weights, x, ids, topk_weights, *y, *workspace);
 }
 
-ffi::Error ring_forward_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer x,
-                             Buffer ids, Buffer topk_weights, Buffer gate, Buffer up, Buffer down, Buffer b_gate,
-                             Buffer b_up, Buffer b_down, Result mem_out, Result y, Result workspace) {
+ffi::Error ring_forward_local_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer x,
+                                   Buffer ids, Buffer topk_weights, Buffer gate, Buffer up, Buffer down, Buffer b_gate,
+                                   Buffer b_up, Buffer b_down, Result mem_out, Result y, Result workspace) {
   const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   RingCall call;
   const Status status =
-      ring_forward(&call, stream, ordinal, attrs, mem_in, x, ids, topk_weights, operands, mem_out, y, workspace);
+      ring_forward_local(&call, stream, ordinal, attrs, mem_in, x, ids, topk_weights, operands, mem_out, y, workspace);
   return finish(call, status);
 }
-XLA_FFI_DEFINE_HANDLER(kRingForward, ring_forward_impl,
+XLA_FFI_DEFINE_HANDLER(kRingForwardLocal, ring_forward_local_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Ctx<ffi::DeviceOrdinal>()
@@ -317,6 +394,8 @@ std::vector<CudaHandler> cuda_ring_handlers() {
           {"publish_external", "execute", reinterpret_cast<void*>(+kPublishExternal)},
           {"close", "execute", reinterpret_cast<void*>(+kClose)},
           {"ring_forward", "execute", reinterpret_cast<void*>(+kRingForward)},
+          {"ring_forward_local", "execute", reinterpret_cast<void*>(+kRingForwardLocal)},
+          {"connect", "execute", reinterpret_cast<void*>(+kConnect)},
           {"after", "execute", reinterpret_cast<void*>(+kAfter)}};
 }
 

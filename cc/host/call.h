@@ -36,6 +36,12 @@ struct CallSpec {
   int64_t wave_of(int64_t chunk) const;
   int64_t wave_begin(int64_t wave) const { return wave > 0 ? wave_ends[static_cast<size_t>(wave - 1)] : 0; }
   int64_t macro_begin(int64_t macro) const { return macro > 0 ? macro_ends[static_cast<size_t>(macro - 1)] : 0; }
+  // Where the tokens of a macro-chunk lie in the pool of a GPU.
+  TokenOrder token_order(int64_t num_ranks, int64_t macro) const {
+    const int64_t left = num_tokens - macro * macro_tokens;
+    return {static_cast<int32_t>(num_ranks), static_cast<int32_t>(chunk_tokens),
+            static_cast<int32_t>(left < macro_tokens ? left : macro_tokens)};
+  }
   // The last wave of a macro-chunk.
   int64_t seal_wave(int64_t macro) const { return wave_of(macro_ends[static_cast<size_t>(macro)] - 1); }
   // First token of the chunk and one past its last, clipped to its macro-chunk and to T.

@@ -18,6 +18,7 @@
 #include "device/activation.cuh"
 #include "device/element.cuh"
 #include "device/ptx_sm90.cuh"
+#include "device/row_owners.h"
 #include "device/scheduler.cuh"
 #include "device/wgmma_sm90.cuh"
 
@@ -53,7 +54,8 @@ struct GemmParams {
   int64_t bias0_stride, bias1_stride;  // elements from one expert to the next
   // Gathered A or scattered out: the sorted rows' pairs.
   const int32_t* row_pair;
-  uint32_t* resident;  // counts CTAs that have their SM; nullptr for none
+  RowOwners owners;
+  uint32_t* resident;    // counts CTAs that have their SM; nullptr for none
   bool holds_successor;  // the next kernel may take SMs only when this one has finished with them
   // Gathered A only: x [T, depth], routes per token.
   const uint16_t* x;
@@ -331,9 +333,13 @@ __device__ __forceinline__ void store_tile(float (&acc)[128], const CUtensorMap&
   }
 }
 
-// Where the row of this pair goes.
+// Where the row of this pair goes: to its place in `out`, or at its owner, which may be another GPU.
 __device__ __forceinline__ uint16_t* row_destination(const GemmParams& p, int32_t pair) {
-  return p.out + static_cast<int64_t>(pair) * p.n_size;
+  if (p.owners.peers == nullptr) return p.out + static_cast<int64_t>(pair) * p.n_size;
+  const int32_t row = pair / p.top_k;
+  const TokenOrder::Owner owner = p.owners.order.owner(row);
+  const int64_t place = static_cast<int64_t>(owner.token) * p.top_k + (pair - row * p.top_k);
+  return reinterpret_cast<uint16_t*>(p.owners.peers[owner.rank] + p.owners.offset) + place * p.n_size;
 }
 
 // The rows that a lane stores when scattering: eight lanes write 128 bytes of one row, a warp's 16 rows are four steps.

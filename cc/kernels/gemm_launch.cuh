@@ -53,6 +53,7 @@ inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& ar
   params.bias1_stride = args.bias1.expert_stride;
   params.counters = args.counters;
   params.row_pair = args.row_pair;
+  params.owners = args.owners;
   params.resident = args.resident;
   params.holds_successor = args.holds_successor;
   params.x = static_cast<const uint16_t*>(args.a);

@@ -15,6 +15,7 @@
 #include <limits>
 
 #include "device/block_info.h"
+#include "device/row_owners.h"
 #include "host/heuristics.h"
 #include "host/problem.h"
 
@@ -82,6 +83,7 @@ struct GemmArgs {
   TileCounters* counters = nullptr;
   const int32_t* row_pair = nullptr;
   bool scatter = false;
+  RowOwners owners;            // with scatter: rows go to their tokens' owners instead of `out`
   DType dtype = DType::kBF16;  // of a, b0, b1, the biases and out: kBF16 or kF16
   int64_t top_k = 0;
   int64_t row_capacity = 0;
@@ -94,7 +96,7 @@ struct GemmArgs {
   ExpertMatrix<const void*> bias0, bias1;  // [L, width] or absent
   Activation activation = Activation::kSwiGLU;
   float limit = std::numeric_limits<float>::infinity();
-  int32_t num_sms = 0;           // SMs to run on, rounded down to pairs, at least 2; 0 for all
+  int32_t num_sms = 0;  // SMs to run on, rounded down to pairs, at least 2; 0 for all
   // The next kernel gets no SM before this one is done. Without it, a persistent kernel that waits for this one takes
   // the SMs that were left free for somebody else.
   bool holds_successor = false;

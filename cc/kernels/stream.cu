@@ -52,10 +52,7 @@ __device__ __noinline__ void fail(const Params& p, DeviceFailure code, Phase pha
 
 __global__ void register_ring(const __grid_constant__ Params p) {
   auto* words = reinterpret_cast<uint64_t*>(p.ring.mem);
-  const int64_t peers = p.ring.at.peers / 8, end = peers + p.ring.shape.num_ranks;
-  for (int64_t i = threadIdx.x; i < p.ring.at.slots / 8; i += blockDim.x) {
-    if (i < peers || i >= end) words[i] = 0;  // the host copies the peers
-  }
+  for (int64_t i = threadIdx.x; i < p.ring.at.slots / 8; i += blockDim.x) words[i] = 0;
   __syncthreads();
   if (threadIdx.x == 0) reinterpret_cast<RingHeader*>(p.ring.mem + p.ring.at.header)->magic = kRingMagic;
 }
@@ -78,6 +75,7 @@ __global__ void open_call(const __grid_constant__ Params p, CallState plan) {
 
 // Chunks under a traced index must come in the order the host counts them.
 __device__ __forceinline__ void check_chunk(const Params& p, Phase phase, int64_t chunk, const int32_t* operand) {
+  if (operand == nullptr) return;
   const int32_t seen = *operand;
   if (seen != chunk) {
     fail(p, DeviceFailure::kWrongChunk, phase, p.ring.rank, 0, static_cast<uint64_t>(chunk),
@@ -147,6 +145,26 @@ __device__ __forceinline__ uint64_t now_ns() {
   return t;
 }
 
+// True once the word has reached `wanted`; false, and the call has failed, when a peer aborts or the deadline passes.
+__device__ __forceinline__ bool wait_for(const Params& p, const uint64_t* word, uint64_t wanted, uint64_t deadline,
+                                         Phase phase, int64_t peer, int64_t slot) {
+  const AbortWords aborts{p.ring.mem + p.ring.at.abort, p.ring.shape.num_ranks};
+  uint64_t seen = load_acquire(word);
+  for (uint32_t round = 0; seen < wanted; seen = load_acquire(word)) {
+    __nanosleep(64);
+    if (++round % 64 != 0) continue;
+    if (const int64_t who = aborts.first(); who >= 0) {
+      fail(p, DeviceFailure::kAborted, phase, who, slot, wanted, seen);
+      return false;
+    }
+    if (now_ns() > deadline) {
+      fail(p, DeviceFailure::kDeadline, phase, peer, slot, wanted, seen);
+      return false;
+    }
+  }
+  return true;
+}
+
 // A thread per word. Acquire of every word; the kernel's end shows what they publish to the kernels behind it.
 __global__ void __launch_bounds__(kThreads)
     await_chunks(const __grid_constant__ Params p, int64_t first, int64_t last) {
@@ -162,20 +180,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t slot = sequence_slot(q, ring.shape.num_slots);
     const auto* word = reinterpret_cast<const uint64_t*>(
         ring.mem + ring.at.word(route ? ring.at.route_ready : ring.at.layout_ready, peer, slot, ring.shape.num_slots));
-    const AbortWords aborts{ring.mem + ring.at.abort, ring.shape.num_ranks};
-    uint64_t seen = load_acquire(word);
-    for (uint32_t round = 0; seen < q; seen = load_acquire(word)) {
-      __nanosleep(64);
-      if (++round % 64 != 0) continue;
-      if (const int64_t who = aborts.first(); who >= 0) {
-        fail(p, DeviceFailure::kAborted, Phase::kDispatch, who, slot, q, seen);
-        return;
-      }
-      if (now_ns() > deadline) {
-        fail(p, DeviceFailure::kDeadline, Phase::kDispatch, peer, slot, q, seen);
-        return;
-      }
-    }
+    if (!wait_for(p, word, q, deadline, Phase::kDispatch, peer, slot)) return;
     const auto* peers = reinterpret_cast<uint8_t* const*>(ring.mem + ring.at.peers);
     const auto* descriptor = reinterpret_cast<const volatile SlotDescriptor*>(
         peers[peer] + ring.at.slot(slot) + (route ? ring.at.slot_route_descriptor : ring.at.slot_layout_descriptor));
@@ -189,6 +194,92 @@ __global__ void await_resident(const __grid_constant__ Params p, uint32_t ctas) 
   const auto* seen = &reinterpret_cast<const volatile RingHeader*>(p.ring.mem + p.ring.at.header)->resident_ctas;
   const uint64_t deadline = now_ns() + 1000000;
   while (static_cast<int32_t>(*seen - ctas) < 0 && now_ns() < deadline) __nanosleep(100);
+}
+
+__device__ __forceinline__ uint4 load_peer_16(const void* address) {
+  uint4 v;  // volatile: past L1, which knows nothing of what another GPU writes
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+// A warp per token of the chunks: its ids come into the pool order, and, if one of them names a local expert and the
+// token is another rank's, so does its row. What is read was published before await_chunks ended.
+__global__ void __launch_bounds__(kThreads)
+    fetch_chunks(const __grid_constant__ Params p, TokenOrder order, int32_t first_row, int32_t last_row) {
+  dependent_launch_wait();
+  dependent_launch_trigger();
+  const RingView& ring = p.ring;
+  const int32_t top_k = static_cast<int32_t>(ring.shape.top_k), lane = threadIdx.x & 31;
+  const int32_t local = static_cast<int32_t>(ring.shape.num_experts);
+  const int32_t first_expert = static_cast<int32_t>(ring.rank) * local;
+  const int64_t row_bytes = ring.shape.hidden * ring.shape.itemsize;
+  const auto* peers = reinterpret_cast<uint8_t* const*>(ring.mem + ring.at.peers);
+  auto* routes = reinterpret_cast<int32_t*>(ring.mem + ring.at.routes);
+  constexpr int kVectors = 8;  // loads in flight per lane
+  for (int32_t row = first_row + blockIdx.x * (kThreads / 32) + (threadIdx.x >> 5); row < last_row;
+       row += gridDim.x * (kThreads / 32)) {
+    const TokenOrder::Owner owner = order.owner(row);
+    const uint8_t* peer = peers[owner.rank];
+    const auto* ids = reinterpret_cast<const volatile int32_t*>(peer + ring.at.combine_ids) +
+                      static_cast<int64_t>(owner.token) * top_k;
+    bool wanted = false;
+    for (int32_t k = lane; k < top_k; k += 32) {
+      const int32_t id = ids[k];
+      routes[static_cast<int64_t>(row) * top_k + k] = id;
+      wanted |= id >= first_expert && id < first_expert + local;
+    }
+    if (owner.rank == ring.rank || !__any_sync(0xffffffffu, wanted)) continue;
+    const uint8_t* from = peer + ring.at.token_pool + row * row_bytes;
+    uint8_t* to = ring.mem + ring.at.token_pool + row * row_bytes;
+    for (int64_t at = lane * 16; at < row_bytes; at += kVectors * 512) {
+      uint4 data[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (at + v * 512 < row_bytes) data[v] = load_peer_16(from + at + v * 512);
+      }
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (at + v * 512 < row_bytes) *reinterpret_cast<uint4*>(to + at + v * 512) = data[v];
+      }
+    }
+  }
+}
+
+// A thread per rank. The kernels before this one have ended, so their reads are over and their writes performed; the
+// release stores publish the rows they left at the owners, the acquire shows this rank's combine those left here.
+__global__ void __launch_bounds__(kThreads)
+    seal_macro(const __grid_constant__ Params p, uint64_t macro, uint64_t chunks) {
+  dependent_launch_wait();
+  dependent_launch_trigger();
+  const RingView& ring = p.ring;
+  const auto* peers = reinterpret_cast<uint8_t* const*>(ring.mem + ring.at.peers);
+  const uint64_t done = ring.call().macro_base + macro + 1, end = ring.call().sequence_base + chunks;
+  const int64_t used = min(static_cast<int64_t>(chunks), ring.shape.num_slots);
+  for (int64_t peer = threadIdx.x; peer < ring.shape.num_ranks; peer += kThreads) {
+    for (int64_t i = 0; i < used; ++i) {
+      const int64_t slot = sequence_slot(end - static_cast<uint64_t>(i), ring.shape.num_slots);
+      store_release(reinterpret_cast<uint64_t*>(peers[peer] +
+                                                ring.at.word(ring.at.consumed, ring.rank, slot, ring.shape.num_slots)),
+                    end - static_cast<uint64_t>(i));
+    }
+    store_release(reinterpret_cast<uint64_t*>(peers[peer] + ring.at.word(ring.at.done, ring.rank, 0, 1)), done);
+  }
+  const uint64_t deadline = now_ns() + p.timeout_ns;
+  for (int64_t peer = threadIdx.x; peer < ring.shape.num_ranks; peer += kThreads) {
+    const auto* word = reinterpret_cast<const uint64_t*>(ring.mem + ring.at.word(ring.at.done, peer, 0, 1));
+    if (!wait_for(p, word, done, deadline, Phase::kDone, peer, 0)) return;
+  }
+}
+
+__global__ void abort_ring(const __grid_constant__ Params p) {
+  const auto* peers = reinterpret_cast<uint8_t* const*>(p.ring.mem + p.ring.at.peers);
+  for (int64_t r = threadIdx.x; r < p.ring.shape.num_ranks; r += blockDim.x) {
+    if (peers[r] == nullptr) continue;  // it failed while the ring was made
+    store_release(reinterpret_cast<uint64_t*>(peers[r] + p.ring.at.word(p.ring.at.abort, p.ring.rank, 0, 1)),
+                  p.ring.call().call + 1);
+  }
 }
 
 __device__ __forceinline__ void advance_header(const Params& p, uint64_t chunks, uint64_t macros) {
@@ -226,18 +317,21 @@ __global__ void advance_call(const __grid_constant__ Params p, uint64_t chunks, 
   advance_header(p, chunks, macros);
 }
 
-// CTAs for `items` of work: enough to fill the machine, never more than there is work for.
-uint32_t grid_for(int64_t items, int64_t per_thread) {
-  const int64_t ctas = (items + kThreads * per_thread - 1) / (kThreads * per_thread);
-  return static_cast<uint32_t>(std::clamp<int64_t>(ctas, 1, 132 * 8));
+// CTAs for `items` of work, each CTA taking `per_cta` at a time: never more than fill the machine.
+uint32_t grid_for(int64_t items, int64_t per_cta) {
+  return static_cast<uint32_t>(std::clamp<int64_t>((items + per_cta - 1) / per_cta, 1, 132 * 8));
 }
 
 }  // namespace
 
-cudaError_t launch_register(const DeviceRing& ring, uint8_t* const* peers, cudaStream_t stream) {
+cudaError_t launch_register(const DeviceRing& ring, cudaStream_t stream) {
   const Params p = params_of(ring);
   register_ring<<<1, 1024, 0, stream>>>(p);
-  if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+  return cudaGetLastError();
+}
+
+cudaError_t launch_connect(const DeviceRing& ring, uint8_t* const* peers, cudaStream_t stream) {
+  const Params p = params_of(ring);
   return cudaMemcpyAsync(ring.mem + p.ring.at.peers, peers, static_cast<size_t>(ring.shape.num_ranks) * 8,
                          cudaMemcpyHostToDevice, stream);
 }
@@ -254,19 +348,40 @@ cudaError_t launch_publish_route(const DeviceRing& ring, int64_t chunk, const in
                                  int64_t num_tokens, const int32_t* topk_ids, const float* topk_weights,
                                  int64_t total_experts, cudaStream_t stream) {
   const int64_t pairs = num_tokens * ring.shape.top_k;
-  return launch_dependent(publish_route, dim3(grid_for(pairs, 4)), kThreads, 0, stream, params_of(ring), chunk,
-                          chunk_operand, pairs, topk_ids, topk_weights, static_cast<int32_t>(total_experts));
+  return launch_dependent(publish_route, dim3(grid_for(pairs, 4 * kThreads)), kThreads, 0, stream, params_of(ring),
+                          chunk, chunk_operand, pairs, topk_ids, topk_weights, static_cast<int32_t>(total_experts));
 }
 
 cudaError_t launch_publish_layout(const DeviceRing& ring, int64_t chunk, const int32_t* chunk_operand,
                                   int64_t num_tokens, const void* x, cudaStream_t stream) {
   const int64_t words = num_tokens * ring.shape.hidden * ring.shape.itemsize / 16;
-  return launch_dependent(publish_layout, dim3(grid_for(words, 4)), kThreads, 0, stream, params_of(ring), chunk,
-                          chunk_operand, words, static_cast<const uint4*>(x));
+  return launch_dependent(publish_layout, dim3(grid_for(words, 4 * kThreads)), kThreads, 0, stream, params_of(ring),
+                          chunk, chunk_operand, words, static_cast<const uint4*>(x));
 }
 
 cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t last, cudaStream_t stream) {
   return launch_dependent(await_chunks, dim3(1), kThreads, 0, stream, params_of(ring), first, last);
+}
+
+cudaError_t launch_fetch_chunks(const DeviceRing& ring, const CallSpec& spec, int64_t first, int64_t last,
+                                cudaStream_t stream) {
+  const TokenOrder order = spec.token_order(ring.shape.num_ranks, spec.macro_of(first));
+  const int64_t start = spec.macro_of(first) * spec.macro_tokens;
+  const int64_t first_row = (spec.chunk_bounds(first).first - start) * ring.shape.num_ranks;
+  const int64_t last_row = (spec.chunk_bounds(last - 1).second - start) * ring.shape.num_ranks;
+  if (first_row == last_row) return cudaSuccess;
+  return launch_dependent(fetch_chunks, dim3(grid_for(last_row - first_row, kThreads / 32)), kThreads, 0, stream,
+                          params_of(ring), order, static_cast<int32_t>(first_row), static_cast<int32_t>(last_row));
+}
+
+cudaError_t launch_seal(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream) {
+  return launch_dependent(seal_macro, dim3(1), kThreads, 0, stream, params_of(ring), static_cast<uint64_t>(macro),
+                          static_cast<uint64_t>(spec.macro_ends[static_cast<size_t>(macro)]));
+}
+
+cudaError_t launch_abort(const DeviceRing& ring, cudaStream_t stream) {
+  abort_ring<<<1, 128, 0, stream>>>(params_of(ring));
+  return cudaGetLastError();
 }
 
 cudaError_t launch_await_resident(const DeviceRing& ring, uint32_t ctas, cudaStream_t stream) {

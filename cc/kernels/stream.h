@@ -25,12 +25,14 @@ struct DeviceRing {
   double timeout_s = 100;
 };
 
-// Zeroes the control region and writes magic and peers [R], device pointers. Once, by make_ring.
-cudaError_t launch_register(const DeviceRing& ring, uint8_t* const* peers, cudaStream_t stream);
+// Zeroes the control region and writes the magic. Once, by make_ring.
+cudaError_t launch_register(const DeviceRing& ring, cudaStream_t stream);
+// Tells the device where the rings of all ranks [R] lie. Once, when all are registered; copies from host memory.
+cudaError_t launch_connect(const DeviceRing& ring, uint8_t* const* peers, cudaStream_t stream);
 // Starts a call: its state from the header and the plan.
 cudaError_t launch_open(const DeviceRing& ring, const CallSpec& spec, cudaStream_t stream);
 // Copies ids and weights [c, K] to their place and publishes them. chunk_operand: the program's index on the device,
-// which must be `chunk`. Ids outside -1 .. total_experts-1 become -1 and are counted.
+// which must be `chunk`; nullptr when the host knows. Ids outside -1 .. total_experts-1 become -1 and are counted.
 cudaError_t launch_publish_route(const DeviceRing& ring, int64_t chunk, const int32_t* chunk_operand,
                                  int64_t num_tokens, const int32_t* topk_ids, const float* topk_weights,
                                  int64_t total_experts, cudaStream_t stream);
@@ -39,6 +41,14 @@ cudaError_t launch_publish_layout(const DeviceRing& ring, int64_t chunk, const i
                                   int64_t num_tokens, const void* x, cudaStream_t stream);
 // Ends when both halves of chunks first .. last - 1 are published by all ranks, or have failed to be in time.
 cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t last, cudaStream_t stream);
+// Brings in what the chunks first .. last - 1 of the other ranks hold for the local experts first_expert and on: the
+// ids of all their tokens, and each token that has a route here, once. Behind await_chunks.
+cudaError_t launch_fetch_chunks(const DeviceRing& ring, const CallSpec& spec, int64_t first, int64_t last,
+                                cudaStream_t stream);
+// Tells all ranks that this one has read and written what it ever will of the macro-chunk, and waits for all of them.
+cudaError_t launch_seal(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream);
+// Tells all ranks that this one has failed.
+cudaError_t launch_abort(const DeviceRing& ring, cudaStream_t stream);
 // Ends when the up products of the ring have had `ctas` CTAs on their SMs, over its life, or after a millisecond: a
 // kernel of XLA that were launched first would take the SMs one CTA at a time and keep the products out.
 cudaError_t launch_await_resident(const DeviceRing& ring, uint32_t ctas, cudaStream_t stream);

@@ -21,6 +21,32 @@ struct SlotDescriptor {
 };
 static_assert(sizeof(SlotDescriptor) <= kLineBytes);
 
+// Where the tokens of a macro-chunk lie in the token pool of a GPU: chunk by chunk as they are published, within a
+// chunk rank by rank, within a rank in order. Equal on all ranks, and never moved by a later chunk. All chunks but the
+// last have chunk_tokens tokens per rank.
+struct TokenOrder {
+  int32_t num_ranks = 1;
+  int32_t chunk_tokens = 1;
+  int32_t num_tokens = 0;  // of the macro-chunk, per rank
+
+  struct Owner {
+    int32_t rank;
+    int32_t token;
+  };
+  STREAMMOE_HD constexpr int32_t chunk_size(int32_t base) const {
+    return num_tokens - base < chunk_tokens ? num_tokens - base : chunk_tokens;
+  }
+  STREAMMOE_HD constexpr int32_t row(int32_t rank, int32_t token) const {
+    const int32_t base = token / chunk_tokens * chunk_tokens;
+    return base * num_ranks + rank * chunk_size(base) + (token - base);
+  }
+  STREAMMOE_HD constexpr Owner owner(int32_t row) const {
+    const int32_t base = row / (chunk_tokens * num_ranks) * chunk_tokens;
+    const int32_t within = row - base * num_ranks, size = chunk_size(base);
+    return {within / size, base + within % size};
+  }
+};
+
 // What the device knows of the call in progress: written by `open` in stream order, read by every later kernel of the
 // call. All macro-chunks but the last have chunks_per_macro chunks, all chunks but the last of a macro-chunk
 // chunk_tokens tokens.

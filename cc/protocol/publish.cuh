@@ -5,9 +5,9 @@
 // all of the chunk's tokens must be written. Then publish(), once per half, by one thread that has seen all of the
 // payload written: after a barrier in a kernel of one CTA, or, with several, by the thread for which last_to_arrive()
 // is true. Ids outside -1 .. E-1 take no expert. After the kernel the program calls sm.publish_external, which starts
-// the waves that the chunk completes. The ring must be on a GPU, the shape the one of sm.ring_attributes(ring), rank the
-// own one. Trade-off: everything about the call is read from the ring's control region, a few L2 reads per CTA, so that
-// the kernel needs no argument that a captured graph would freeze.
+// the waves that the chunk completes. The ring must be on a GPU, the shape the one of sm.ring_attributes(ring), rank
+// the own one. Trade-off: everything about the call is read from the ring's control region, a few L2 reads per CTA, so
+// that the kernel needs no argument that a captured graph would freeze.
 #pragma once
 
 #include "protocol/descriptor.h"
@@ -43,11 +43,11 @@ __device__ __forceinline__ Slot slot_of(const RingView& ring, int64_t chunk) {
   const CallState& call = ring.call();
   const int64_t token = call.chunk_base(chunk);
   const int64_t pair = token * ring.shape.top_k;
-  const int64_t own = ring.rank * ring.shape.num_slots * ring.shape.chunk_tokens;
   Slot slot;
   slot.num_tokens = call.chunk_size(chunk);
+  const int64_t row = token * ring.shape.num_ranks + ring.rank * slot.num_tokens;  // TokenOrder
   slot.first_token = chunk / call.chunks_per_macro * call.macro_tokens + token;
-  slot.x = ring.mem + ring.at.token_pool + (own + token) * ring.shape.hidden * ring.shape.itemsize;
+  slot.x = ring.mem + ring.at.token_pool + row * ring.shape.hidden * ring.shape.itemsize;
   slot.topk_ids = reinterpret_cast<int32_t*>(ring.mem + ring.at.combine_ids) + pair;
   slot.topk_weights = reinterpret_cast<float*>(ring.mem + ring.at.combine_weights) + pair;
   return slot;

@@ -4,10 +4,11 @@
 // word or slot is `peer base + offset`. Python's byte formulas (jax_streammoe/layout.py) are pinned to this file
 // by a test. Regions are aligned to 128 bytes; each polled word has a 128-byte line of its own, so that a
 // poller never shares a line with another writer. The price is R * S lines per word table.
-// On a GPU (num_experts > 0) the payload does not lie in the slots but by token: token t of a macro-chunk is row t of
-// its rank's part of the token pool, its routes are row t of combine_ids and combine_weights. So nothing is copied
-// twice and nothing inside a macro-chunk is ever overwritten; the slots hold descriptors only. The kernels' tables and
-// the activations between the two products lie behind the pool, because work on a side stream outlives XLA's scratch.
+// On a GPU (num_experts > 0) the payload does not lie in the slots but by token: every token of a macro-chunk, of every
+// rank, has its own row of the token pool (TokenOrder), the same on all ranks, and its owner keeps its routes in
+// combine_ids and combine_weights. So nothing is copied twice and nothing inside a macro-chunk is ever overwritten; the
+// slots hold descriptors only. The kernels' tables and the activations between the two products lie behind the pool,
+// because work on a side stream outlives XLA's scratch.
 #pragma once
 
 #include <cstdint>
@@ -90,9 +91,10 @@ struct RingLayout {
   int64_t combine_weights = 0;  // [S * C, K] f32, likewise
   int64_t combine_flags = 0;    // [S * C, K] u8, 1: the route was dropped by `capacity`
   // work, on a GPU only
-  int64_t stats = 0;        // [L + 3] i32: rows per expert, then dropped, invalid and masked routes
-  int64_t computed = 0;     // [2][L] i32: routes of each expert that waves have computed, alternating by wave
-  int64_t plan = 0;         // tables of a wave's plan
+  int64_t stats = 0;     // [L + 3] i32: rows per expert, then dropped, invalid and masked routes
+  int64_t routes = 0;    // [R * S * C, K] i32, ids of all ranks in pool order; none with one rank: combine_ids is that
+  int64_t computed = 0;  // [2][L] i32: routes of each expert that waves have computed, alternating by wave
+  int64_t plan = 0;      // tables of a wave's plan
   int64_t activations = 0;  // [rows, I], rows of the largest wave
   int64_t total = 0;
 
@@ -133,6 +135,7 @@ STREAMMOE_HD constexpr RingLayout make_ring_layout(const RingShape& s) {
   l.combine_flags = at, at += align_line(macro_tokens * s.top_k);
   const int64_t blocks = s.on_gpu() ? most_row_blocks(s.num_ranks * macro_tokens * s.top_k, s.num_experts) : 0;
   l.stats = at, at += s.on_gpu() ? align_line((s.num_experts + 3) * 4) : 0;
+  l.routes = at, at += s.on_gpu() && s.num_ranks > 1 ? align_line(s.num_ranks * macro_tokens * s.top_k * 4) : 0;
   l.computed = at, at += align_line(2 * s.num_experts * 4);
   l.plan = at, at += s.on_gpu() ? plan_table_bytes(blocks, s.num_experts) : 0;
   l.activations = at, at += align_line(blocks * kRowBlock * s.intermediate * s.itemsize);

@@ -5,10 +5,10 @@
 // chunk without tokens is one CTA that writes nothing and publishes all the same, because the plan counts on it; a
 // chunk of another size than the plan's is neither written nor published, so that the call ends at the ring's deadline
 // with the ring's error. FusedProducerArrays writes the same rows and routes, bit for bit, to arrays for sm.moe.
-//   p = softmax(factor * logits) in float32; topk_ids = the K largest p, ties to the lower expert, as lax.top_k;
-//   topk_weights = p[topk_ids] (/ their sum), as sm.route_topk; tokens from num_valid on take no expert: id -1, weight
-//   0. With `scale` [H]: factor = 1 / sqrt(mean(x^2) + epsilon) and row = x * factor * scale, so logits must be x @
-//   (scale * w_router). With `scale` of one element: factor = 1 and row = x.
+// Routes: p = softmax(factor * logits) in float32; topk_ids are the K largest p, ties to the lower expert, as
+// lax.top_k; topk_weights = p[topk_ids] (/ their sum), as sm.route_topk. A token from num_valid on takes no expert.
+// Rows: with `scale` [H], factor = 1 / sqrt(mean(x^2) + epsilon) and row = x * factor * scale, so that logits must be
+// x @ (scale * w_router). With `scale` of one element, factor = 1 and row = x.
 // Trade-off: a warp per token, whose probabilities lie in registers: K passes over E / 32 of them, which is little up
 // to 1,024 experts, and the norm reads its row twice, the second time from a cache.
 #include <cuda_bf16.h>
@@ -36,7 +36,7 @@ namespace {
 
 constexpr int kWarps = 8;  // per CTA: small CTAs find room beside the experts of the chunks before
 constexpr int kThreads = 32 * kWarps;
-constexpr int64_t kMaxCtas = 132 * 8;  // all threads of an H200; larger chunks are done in rounds
+constexpr int64_t kMaxCtas = 132 * 8;  // more than an H200 runs at once; larger chunks take rounds
 constexpr int64_t kMaxExperts = 1024, kMaxTopK = 8;
 constexpr uint32_t kWarp = 0xffffffffu;
 

@@ -291,6 +291,13 @@ def test_the_kernel_refuses_operands_of_another_ring(rng, new_ring):
         jax.block_until_ready(by_hand(layer, ring, logits, 1, {0})[0])
 
 
+def test_the_plain_jax_producer(capsys):
+    """The other example, without a kernel of its own."""
+    assert examples.load("jax_producer.py").main() == 0
+    assert "same bits as sm.moe on the same rows and routes: True" in capsys.readouterr().out
+    sm.close_ring("jax_producer")
+
+
 def test_the_program(library):
     """The example as its reader runs it, on a small layer."""
     sizes = {"tokens": 1000, "hidden": 512, "intermediate": 256, "experts": 16, "top-k": 4, "chunks": 4}

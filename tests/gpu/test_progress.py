@@ -1,7 +1,7 @@
-"""Nothing waits for what cannot run: SMs that somebody else holds, launches that block, one hardware queue, a cold start.
+"""Nothing waits for what cannot run: SMs held by others, launches that block, one hardware queue, a cold start.
 
 docs/protocol.md says why no call can deadlock; these are the situations in which a call that needs two kernels at once,
-a free SM, or a kernel that is not loaded yet, would hang. A hang is an error here: spinner, ring and process have limits.
+all SMs, or a kernel that is not loaded yet, would hang. A hang is an error here: spinner, ring and process have limits.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def _stream(problem, ring, **options):
 @pytest.mark.parametrize("policy", ["serial", "overlap"])
 @pytest.mark.parametrize(
     ("chunk_tokens", "num_slots", "chunks"),
-    [(700, 1, None), (256, 3, None), (100, 7, None), (64, 4, None), (350, 2, 2), (350, 2, 5), (128, 8, 8), (700, 2, "auto")],
+    [(700, 1, None), (256, 3, None), (100, 7, None), (64, 4, None), (350, 2, 2), (350, 2, 5), (128, 8, 8),
+     (700, 2, "auto")],
 )  # fmt: skip
 def test_the_same_bits_as_batch_ready(problem, wanted, new_ring, policy, schedule, chunk_tokens, num_slots, chunks):
     ring = new_ring(problem.config, chunk_tokens=chunk_tokens, num_slots=num_slots)
@@ -244,7 +245,7 @@ def test_a_ring_in_a_ref(problem, wanted, new_ring):
 
 
 def test_graph_replays_follow_the_routing_beside_streams(problem, new_ring):
-    """The batch-ready call on a ring is captured as a graph; streams and eager calls between replays move the counters."""
+    """The batch-ready call on a ring is captured; streams and eager calls between replays move the counters."""
     ring = new_ring(problem.config, chunk_tokens=700, num_slots=1)
     routings = [jnp.roll(problem.topk_ids, n, axis=0) for n in range(3)]
 
