@@ -211,6 +211,60 @@ def test_the_batch_ready_layer_is_called_once_and_captured(name):
     gpu.assert_captured(program, "forward")
 
 
+# Over ranks without a ring: collectives of XLA's, and the halves of the layer between them.
+
+
+def exchanged(call, dtype=jnp.bfloat16, split=0, **options):
+    """The program of a layer over two ranks, ring=None. `split`: the dimension in which the experts arrive sharded."""
+    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    ep = sm.expert_parallel(config, mesh=mesh)
+    on = lambda *spec: NamedSharding(mesh, P(*spec))
+    tokens, experts = on("ep"), on(*(None,) * split, "ep")
+    x = gpu.abstract((2 * T, H), dtype, tokens)
+    w1, w2 = (gpu.abstract(shape, dtype, experts) for shape in ((E, H, 2 * I), (E, I, H)))
+    if call == "moe":
+        routes = (gpu.abstract((2 * T, K), d, tokens) for d in (jnp.int32, jnp.float32))
+        run, args = (lambda *args: ep.moe(*args, checks=True)[0]), (x, *routes, w1, w2)
+    else:
+        run = lambda x, router, w1, w2: ep.stream(x, route, w1, w2, route_args=(router,))[0]
+        args = (x, gpu.abstract((H, E), dtype, on()), w1, w2)
+    if call != "gradient":
+        return gpu.compile_program(run, *args, **options)
+    loss = lambda *args: jnp.sum(jnp.square(run(*args).astype(jnp.float32)))
+    return gpu.compile_program(jax.grad(loss, (0, 1, 2, 3)), *args, **options)
+
+
+HALVES = ("rows", "combine", "check_ids", "backward", "forward")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("call", ["moe", "stream", "gradient"])
+def test_the_exchange_moves_what_it_must(call, dtype):
+    program = exchanged(call, dtype)
+    combines = 2 if call == "gradient" else 1  # of y, and of d_x; the gradient of a rank's rows is plain JAX
+    calls = [len(program.calls(name)) for name in HALVES]
+    assert calls == ([1, combines, 0, 0, 0] if dtype != jnp.float32 else [0] * 5)
+    assert "all-to-all" in program.text and not moved_by_itself(program)
+    # The router's gradient is summed over ranks, nothing else.
+    assert ("all-reduce" in program.text) == (call == "gradient")
+
+
+def moved_by_itself(program):
+    """Whether something lay elsewhere than the layer wants it, and XLA's partitioner moved it."""
+    return "all-gather" in program.text or 'is_spmd_generated="true"' in program.text
+
+
+def test_command_buffers_may_hold_the_halves_of_the_exchange():
+    program = exchanged("gradient", options={"xla_gpu_graph_min_graph_size": 1})
+    for name in ("rows", "combine"):
+        gpu.assert_captured(program, name)
+
+
+def test_experts_that_lie_elsewhere_are_seen():
+    assert moved_by_itself(exchanged("moe", split=1))
+
+
 # Programs with a fault, and the assertion that each must fail.
 
 

@@ -1,9 +1,7 @@
 """The corners of docs/semantics.md on CUDA: bfloat16 and float16 through the kernels, float32 through plain JAX.
 
-What test_semantics.py and test_transforms.py check on the CPU is checked here by every way in: batch-ready, and streams
-on a small ring, serial and overlapped. Bits of y are compared where the table promises them. Gradients go through plain
-JAX, which promises values and no bits: what must not change is compared within roundings, what must be zero exactly.
-Most problems share one shape, so that one program per way in serves many tests.
+What test_semantics.py checks on the CPU is checked here by every way in: batch-ready, and streams on a small ring,
+serial and overlapped. Bits of y are compared where the table promises them; of gradients, what must be zero exactly.
 """
 
 from __future__ import annotations
@@ -14,19 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jax_streammoe as sm
+from tests.gpu.corners import BF16, EXPERTS, F32, SHAPE, E, K, T, assert_near, assert_zero, check_all
 from tests.helpers import oracle
 from tests.helpers.layers import HOWS, assert_same_bits, check, layer, ring_for, run
 
 pytestmark = pytest.mark.gpu
 
-T, E, K = 22, 6, 3
-SHAPE = dict(T=T, H=40, I=24, E=E, K=K, use_bias=True)
-BF16 = SHAPE | dict(dtype=jnp.bfloat16)
-F32 = SHAPE | dict(dtype=jnp.float32)
-EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 each_how = pytest.mark.parametrize("how", HOWS)
 two_hows = pytest.mark.parametrize("how", ["moe", "overlap"])
 each_dtype = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -35,43 +28,6 @@ each_dtype = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def copy_of(problem, *names):
     """The problem with copies of the named arrays, to be changed in place."""
     return problem.replace(**{name: getattr(problem, name).copy() for name in names})
-
-
-def assert_near(name, got, want, config):
-    """Equal but for roundings to the dtype, in the mean square.
-
-    In plain JAX d_x passes through 4 + K: w * dy, the sum over equal ids, da, its product with gate or up, their sum,
-    and K - 1 sums over experts; the others pass through fewer. Each has a standard deviation near u/2. The mean square
-    is the stricter measure: a single element may be the small difference of large terms, but one wrong element among
-    thousands shows.
-    """
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    finite = np.isfinite(want)
-    assert got.shape == want.shape and np.array_equal(np.isfinite(got), finite), name
-    error, size = np.linalg.norm((got - want)[finite]), np.linalg.norm(want[finite])
-    bound = np.sqrt(4 + K) / 2 * oracle.UNIT_ROUNDOFF[config.dtype.name] * size
-    assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g}, of values of size {size:.3g}"
-
-
-def check_all(how, problem, num_valid=None):
-    """As `layers.check`, with gradients compared as plain JAX in this dtype can be."""
-    result = run(how, problem, num_valid=num_valid)
-    config, ids = problem.config, problem.topk_ids
-    oracle.assert_close("y", result.y, oracle.forward(problem, num_valid), config.dtype, 64 + ids.size)
-    for name, want in oracle.backward(problem, num_valid).items():
-        assert_near(f"d_{name}", result.grads[name], want, config)
-    kept = oracle.kept_routes(problem, num_valid)
-    valid = np.where(np.arange(len(ids))[:, None] < (len(ids) if num_valid is None else num_valid), ids, -1)
-    in_range = (valid >= 0) & (valid < E)
-    np.testing.assert_array_equal(result.stats.expert_rows, np.bincount(ids[kept], minlength=E))
-    counts = [int(c) for c in result.stats[1:]]
-    assert counts == [(in_range & ~kept).sum(), (~in_range & (valid != -1)).sum(), (valid == -1).sum()]
-    return result
-
-
-def assert_zero(array):
-    """+0 in every element."""
-    assert_same_bits(array, np.zeros_like(array))
 
 
 # Routes
@@ -377,158 +333,6 @@ def test_run_to_run_and_every_way_in_give_the_same_bits(rng, dtype):
         assert_same_bits((again.y, again.stats), (first.y, first.stats), how)
         for name, gradient in first.grads.items():
             assert_near(name, again.grads[name], gradient, problem.config)
-
-
-# Transformations
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_vmap_over_tokens_is_one_call_with_the_same_bits(rng, nested):
-    problem = oracle.make_problem(rng, **BF16 | {"T": 24}, masked=0.1, invalid=0.1)
-    experts = tuple(map(jnp.asarray, problem.args[3:]))
-    one = lambda x, ids, w: sm.moe(x, ids, w, *experts, **problem.kwargs, return_stats=True)
-    tokens = tuple(jnp.asarray(a.reshape(4, 6, a.shape[-1])) for a in problem.args[:3])
-    call = jax.vmap(one)
-    if nested:
-        tokens = tuple(a.reshape(2, 2, *a.shape[1:]) for a in tokens)
-        call = jax.vmap(call)
-    compiled = jax.jit(call).lower(*tokens).compile()
-    assert compiled.as_text().count('custom_call_target="streammoe_forward_v1"') == 1
-    y, stats = compiled(*tokens)
-    want, want_stats = jax.jit(one)(*problem.args[:3])
-    assert_same_bits(y.reshape(want.shape), want)
-    batch = tuple(range(y.ndim - 2))
-    for got, total in zip(stats, want_stats, strict=True):
-        np.testing.assert_array_equal(np.asarray(got).sum(batch), total)
-
-
-def test_vmap_over_experts_walks_the_axis(rng):
-    problems = [oracle.make_problem(rng, **BF16, masked=0.1) for _ in range(3)]
-    arrays = [[getattr(p, n) for n in ("x", "topk_ids", "topk_weights", *EXPERTS)] for p in problems]
-    call = lambda x, ids, w, g, d, bg, bd: sm.moe(
-        x, ids, w, g, d, config=problems[0].config, b_gate_up=bg, b_down=bd, return_stats=True
-    )
-    y, stats = jax.jit(jax.vmap(call))(*(np.stack(a) for a in zip(*arrays, strict=True)))
-    for n, problem in enumerate(problems):
-        want = run("moe", problem)
-        assert_same_bits((y[n], [s[n] for s in stats]), (want.y, list(want.stats)))
-
-
-def test_vmap_of_a_stream_raises(rng):
-    problem = oracle.make_problem(rng, **BF16)
-    with ring_for(problem.config) as ring:
-        operands = {n: jnp.asarray(getattr(problem, n)) for n in ("x", "topk_weights", *EXPERTS)}
-        call = lambda x: layer("overlap", problem.config, ring, problem.topk_ids, operands | {"x": x})[0]
-        with pytest.raises(NotImplementedError, match=r"a stream cannot be vmapped\. Use sm\.moe"):
-            jax.jit(jax.vmap(call))(jnp.stack([operands["x"]] * 2))
-        ring.check()
-
-
-def test_views_and_leading_dimensions_have_the_same_bits(rng):
-    """Strided, reversed and transposed operands, tokens in three dimensions."""
-    problem = oracle.make_problem(rng, **BF16 | {"T": 24}, masked=0.1)
-    want = jax.jit(functools.partial(sm.moe, **problem.kwargs))(*problem.args)
-    wide = np.repeat(problem.x, 2, axis=-1)
-    wide[..., 1::2] = 0
-
-    @jax.jit
-    def call(x, ids, weights, w_gate_up, w_down):
-        tokens = (x[:, ::2], ids[::-1], weights.T)
-        folded = (a.reshape(2, 3, 4, -1) for a in tokens)
-        return sm.moe(*folded, jnp.swapaxes(w_gate_up, 1, 2), w_down[::-1], **problem.kwargs)
-
-    y = call(
-        wide, problem.topk_ids[::-1], problem.topk_weights.T.copy(), problem.w_gate_up.swapaxes(1, 2).copy(),
-        problem.w_down[::-1],
-    )  # fmt: skip
-    assert y.shape == (2, 3, 4, 40)
-    assert_same_bits(y.reshape(24, 40), want)
-
-
-def test_while_loop_and_cond(rng):
-    problem = oracle.make_problem(rng, **BF16)
-    step = lambda x: sm.moe(x, *problem.args[1:], **problem.kwargs)
-
-    @jax.jit
-    def repeat(x, n):
-        body = lambda c: (lax.cond(c[1] % 2 == 0, step, lambda x: -x, c[0]), c[1] - 1)
-        return lax.while_loop(lambda c: c[1] > 0, body, (x, n))[0]
-
-    want = problem.x
-    for left in (4, 3, 2, 1):
-        want = jax.jit(step)(want) if left % 2 == 0 else -want
-    for _ in range(4):  # captured or not
-        assert_same_bits(repeat(problem.x, 4), want)
-
-
-LAYERS = 3
-
-
-def stack_problem(rng):
-    """A problem and stacks of weights and experts, and ids, one per layer."""
-    problem = oracle.make_problem(rng, **BF16, masked=0.1)
-    others = [oracle.make_problem(rng, **BF16, masked=0.1) for _ in range(LAYERS)]
-    stacks = {n: np.stack([getattr(p, n) for p in others]) for n in ("topk_weights", *EXPERTS)}
-    return problem, stacks, np.stack([p.topk_ids for p in others])
-
-
-@functools.partial(jax.jit, static_argnames=("how", "config", "policy"), donate_argnames="ring")
-def stack_step(how, config, policy, ring, x, stacks, ids, dy):
-    """Residual blocks in a scan, y behind a non-linear operation, so that the backward needs it again."""
-
-    def block(carry, arrays):
-        weights, ids = arrays
-        x, ring = carry
-        y, _, ring = layer(how, config, ring, ids, {"x": x, **weights})
-        return (x + jnp.tanh(y), ring), None
-
-    if policy is not None:
-        block = jax.checkpoint(block, policy=None if policy == "nothing" else policy)
-
-    def forward(x, stacks):
-        (y, out), _ = lax.scan(block, (x, ring), (stacks, ids))
-        return y, out
-
-    y, pullback, out = jax.vjp(forward, x, stacks, has_aux=True)
-    return y, pullback(dy), out
-
-
-@functools.partial(jax.jit, static_argnames=("config", "policy"))
-def stack_step_ref(config, policy, ring, x, stacks, ids, dy):
-    """The same on a ring in a Ref, which is neither donated nor returned."""
-
-    def block(x, arrays):
-        weights, ids = arrays
-        y, _, _ = layer("overlap", config, ring, ids, {"x": x, **weights})
-        return x + jnp.tanh(y), None
-
-    inner = jax.checkpoint(block, policy=policy)
-    y, pullback = jax.vjp(lambda x, stacks: lax.scan(inner, x, (stacks, ids))[0], x, stacks)
-    return y, pullback(dy)
-
-
-def test_remat_of_layers_in_a_scan(rng):
-    """With `checkpoint_policy` on a functional ring, and without any on a Ref: the values of no remat at all."""
-    problem, stacks, ids = stack_problem(rng)
-    config, policy = problem.config, sm.checkpoint_policy()
-    arrays = (problem.x, stacks, ids, problem.dy)
-    y, grads, _ = stack_step("moe", config, None, None, *arrays)
-    results = {"batch-ready": stack_step("moe", config, policy, None, *arrays)[:2]}
-    for name, rule in (("stream", None), ("stream, policy", policy)):
-        ring = ring_for(config)
-        *results[name], ring = jax.block_until_ready(stack_step("overlap", config, rule, ring, *arrays))
-        ring.check()
-        assert sm.inspect(ring).ranks[0].call_number == LAYERS  # the backward runs no expert of a stream again
-        sm.close_ring(ring)
-    with ring_for(config, mutable=True) as ring:
-        results["Ref"] = jax.block_until_ready(stack_step_ref(config, None, ring, *arrays))
-        ring.check()
-    for name, (got_y, got) in results.items():
-        assert_near(f"{name}: y", got_y, y, config)
-        for path, want in jax.tree_util.tree_leaves_with_path(grads):
-            leaf = functools.reduce(lambda tree, key: tree[getattr(key, "idx", getattr(key, "key", None))], path, got)
-            assert np.abs(np.asarray(want, np.float32)).max() > 0.01, path
-            assert_near(f"{name}: {jax.tree_util.keystr(path)}", leaf, want, config)
 
 
 # Rings

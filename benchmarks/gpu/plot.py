@@ -1,0 +1,99 @@
+"""Pictures of the GPU records: `python benchmarks/gpu/plot.py [FOLDER]` draws FOLDER/*.png from FOLDER/gpu_*.json.
+
+Contract: reads what layer.py, stream.py and ranks.py wrote and draws nothing that is not in a record; a missing file is
+a missing picture. Bars are TFLOP/s of 6 T K H I; the lines of a stream are T_s / T_b over the number of chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
+
+
+def load(folder: pathlib.Path, stem: str) -> dict[str, dict]:
+    path = folder / f"{stem}.json"
+    return {r["name"]: r for r in json.loads(path.read_text())} if path.exists() else {}
+
+
+def layers(folder: pathlib.Path, stem: str, gpus: int) -> None:
+    """One group of bars per shape: ours and the baselines of the same run."""
+    found = {n.split("/")[2]: r for n, r in load(folder, stem).items() if n.startswith(f"layer_fwd/{gpus}gpu/")}
+    if not found:
+        return
+    names = ["ours", *sorted({k[:-7] for r in found.values() for k in r["baselines"] if k.endswith("_tflops")})]
+    figure, axes = plt.subplots(figsize=(8, 4))
+    width = 0.8 / len(names)
+    for n, name in enumerate(names):
+        values = [r["value"] if name == "ours" else r["baselines"].get(f"{name}_tflops", 0) for r in found.values()]
+        bars = axes.bar([i + (n - (len(names) - 1) / 2) * width for i in range(len(found))], values, width, label=name)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set_ylabel("TFLOP/s per GPU")
+    axes.set_title(f"MoE layer forward, bf16, 8192 tokens per GPU, {gpus} GPU{'s' if gpus > 1 else ''}")
+    axes.legend()
+    save(figure, folder / f"{stem}.png")
+
+
+def streams(folder: pathlib.Path, stem: str) -> None:
+    """One panel per producer and token count, one line per shape."""
+    found = load(folder, stem)
+    cases = sorted({tuple(n.split("/")[3:5]) for n in found}, key=lambda c: (c[1], int(c[0][1:])))
+    if not cases:
+        return
+    figure, panels = plt.subplots(1, len(cases), figsize=(4 * len(cases), 4), sharey=True, squeeze=False)
+    for axes, (tokens, producer) in zip(panels[0], cases, strict=True):
+        for shape in sorted({n.split("/")[2] for n in found}):
+            points = {
+                n.split("/")[5][1:]: r["value"]
+                for n, r in found.items()
+                if n.split("/")[2:5] == [shape, tokens, producer]
+            }
+            if points:
+                axes.plot(list(points), list(points.values()), marker="o", label=shape)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_title(f"{producer}, {tokens}")
+        axes.set_xlabel("chunks")
+    panels[0][0].set_ylabel("streamed / batch-ready time")
+    panels[0][0].legend()
+    save(figure, folder / f"{stem}.png")
+
+
+def decode(folder: pathlib.Path, stem: str) -> None:
+    """Microseconds over the time that reading the weights of the hit experts takes."""
+    found = {tuple(n.split("/")[2:4]): r for n, r in load(folder, stem).items() if n.startswith("decode/1gpu/")}
+    if not found:
+        return
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for shape in sorted({s for s, _ in found}):
+        rows = {t: r for (s, t), r in sorted(found.items(), key=lambda item: int(item[0][1][1:])) if s == shape}
+        line = axes.plot(list(rows), [r["value"] for r in rows.values()], marker="o", label=shape)[0]
+        floor = [r["baselines"]["weight_read_us"] for r in rows.values()]
+        axes.plot(list(rows), floor, linestyle=":", color=line.get_color())
+    axes.set_yscale("log")
+    axes.set_ylabel("us (dotted: weights of the hit experts at 4.05 TB/s)")
+    axes.set_title("Decode, bf16, one GPU")
+    axes.legend()
+    save(figure, folder / "gpu_decode_h200.png")
+
+
+def save(figure: plt.Figure, path: pathlib.Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(path)
+
+
+if __name__ == "__main__":
+    where = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    layers(where, "gpu_layer_h200", 1)
+    layers(where, "gpu_ranks_h200", 2)
+    streams(where, "gpu_stream_h200")
+    decode(where, "gpu_decode_h200")
