@@ -139,10 +139,12 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--stock", nargs="*", choices=STOCK, default=list(STOCK), help="baselines to time beside ours")
     parser.add_argument("--decode", nargs="*", type=int, default=DECODE, help="token counts of the decode rows")
+    parser.add_argument("--no-prefill", action="store_true", help="decode rows only")
     parser.add_argument("--commit", default="", help="of the measured tree, where it is not a git checkout")
     options = parser.parse_args()
     records: list[dict] = []
-    jobs = [lambda n=name: prefill(n, options.stock, options.commit) for name in SHAPES]
+    prefills = [] if options.no_prefill else list(SHAPES)
+    jobs = [lambda n=name: prefill(n, options.stock, options.commit) for name in prefills]
     for name in ("qwen3-235b", "dsv3-shard", "qwen3-30b"):
         jobs += [lambda n=name, t=tokens: decode(n, t, options.commit) for tokens in options.decode]
     for job in jobs:

@@ -2,7 +2,7 @@
 
 Contract: run as `python benchmarks/gpu/ranks.py --out FILE` on a machine with at least two GPUs and the library
 importable; writes the records `layer_fwd/Rgpu/SHAPE/T8192` (TFLOP/s per GPU of 6 T K H I, T tokens per rank) and
-`decode/Rgpu/SHAPE/T128` (us). Random data, random routings; the result is compared with one GPU before anything is timed.
+`decode/Rgpu/SHAPE/T128` (us). Random data, random routings; the result is compared before it is timed.
 A figure is the median over rounds in which the versions take turns, each timed as one of several launches in a row on
 different routes. The baseline `all_gather` gathers all tokens, computes the local experts with `sm.moe`, and
 reduce-scatters in float32: what a user builds from a fast single-GPU layer and JAX's collectives.

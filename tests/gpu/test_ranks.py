@@ -6,6 +6,7 @@ it streams, must not enter its bits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streammoe as sm
+from jax_streammoe import costs
 from tests.helpers import oracle
 
 pytestmark = pytest.mark.gpu(2)
@@ -117,8 +119,10 @@ def test_streams_equal_one_gpu(mesh_of, new_ring, problem, wanted, policy, sched
     ring.check()
 
 
-def test_waves_carry_rows_over_ranks(mesh_of, new_ring):
-    problem = _problem(E=2, duplicates=True)  # 1400 rows per expert: two waves
+def test_waves_carry_rows_over_ranks(mesh_of, new_ring, monkeypatch):
+    problem = _problem(E=2, duplicates=True)  # 1400 rows per expert: two waves, the first carries partial blocks
+    several = dataclasses.replace(costs.OVERLAPPED, rows_per_wave=512, max_waves=4)
+    monkeypatch.setattr(costs, "gpu_cost", lambda *_: several)
     mesh, want = mesh_of(RANKS), _wanted(problem)
     ep = sm.expert_parallel(problem.config, mesh=mesh)
     for policy in ("serial", "overlap"):
