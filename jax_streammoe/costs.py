@@ -21,11 +21,13 @@ from .waves import CostModel
 
 FLOPS_PER_S, BYTES_PER_S, KERNEL_S = 7.0e14, 4.05e12, 3e-6  # of an H200: bf16 products, device memory, one small kernel
 
-# Measured (benchmarks/results/gpu_stream_h200.json): a wave of 1,024 rows per expert costs 2 to 3 % of its products'
-# time, 512 rows 8 %, and a second wave beside a producer wins nothing below a producer of 15 % of the whole.
+# Measured (docs/kernels.md, Streams): a wave of 1,024 rows per expert costs 2 to 3 % of its products' time, one of 512
+# rows 8 %. Beside a producer a wave takes 9 % longer, since it leaves 16 of 132 SMs; a producer of XLA kernels that
+# fill the machine does on 16 SMs what 16 SMs do, 12 % of its work. Below a share of 15 % there is nothing to hide.
 OVERLAPPED = CostModel(rows_per_wave=1024, min_carry_rows=256, max_waves=2, producer_sms=16, chunks_per_wave=1)
 ONE_WAVE = CostModel(rows_per_wave=1024, min_carry_rows=256, max_waves=1, producer_sms=0, chunks_per_wave=1)
 MIN_PRODUCER_SHARE = 0.15
+PRODUCER_RATE, WAVE_SLOWDOWN, SECOND_WAVE = 0.12, 1.09, 0.025
 
 _SORTS = {"sort", "top_k", "approx_top_k"}
 _UNFUSED = {
@@ -42,15 +44,29 @@ _UNFUSED = {
 SORT_PASSES = 4  # a sort reads and writes its rows a few times
 
 
-def gpu_cost(config: MoEConfig, num_tokens: int, num_ranks: int, producer_s: float | None) -> CostModel:
+def gpu_cost(
+    config: MoEConfig, num_tokens: int, num_ranks: int, producer_s: float | None, only_if_it_pays: bool = False
+) -> CostModel:
     """Returns the cost model of a call of `num_tokens` tokens per rank behind a producer of `producer_s` seconds.
 
-    None: nothing is known of the producer; whoever publishes by hand is taken to have a reason.
+    None: nothing is known of the producer; whoever publishes by hand is taken to have a reason. `only_if_it_pays`: the
+    caller asked for what is fastest and not for a stream.
     """
     if producer_s is None:
         return OVERLAPPED
     layer_s = layer_seconds(config, num_tokens, num_ranks)
-    return OVERLAPPED if producer_s >= MIN_PRODUCER_SHARE * (producer_s + layer_s) else ONE_WAVE
+    together = producer_s + layer_s
+    if producer_s < MIN_PRODUCER_SHARE * together:
+        return ONE_WAVE
+    return ONE_WAVE if only_if_it_pays and streamed_seconds(layer_s, producer_s) >= together else OVERLAPPED
+
+
+def streamed_seconds(layer_s: float, producer_s: float) -> float:
+    """Returns the expected time of a stream of two chunks and two waves: the first wave runs beside the second half of
+    the producer."""
+    wave_s = WAVE_SLOWDOWN * layer_s / 2
+    left_s = max(0.0, producer_s / 2 - PRODUCER_RATE * wave_s)
+    return producer_s / 2 + wave_s + left_s + (0.5 + SECOND_WAVE) * layer_s
 
 
 def layer_seconds(config: MoEConfig, num_tokens: int, num_ranks: int) -> float:

@@ -297,7 +297,7 @@ def plan_stream(
     """
     checks.check_choice("schedule", schedule, waves.SCHEDULES)
     if ring.platform == "cuda":
-        cost = costs.gpu_cost(config, num_tokens, ring.num_ranks, producer_s)
+        cost = costs.gpu_cost(config, num_tokens, ring.num_ranks, producer_s, only_if_it_pays=chunks == "auto")
     else:
         cost = waves.CPU(config.block_m)
     if max_waves is not None:

@@ -97,5 +97,17 @@ def test_streams_only_behind_producers_that_are_worth_it(name, tokens):
     assert plan.wave_ends == ((1, 2) if rows >= 2048 else (1,))
 
 
+def test_auto_streams_only_where_the_model_predicts_a_gain(monkeypatch):
+    """Producers that fill the machine gain nothing on 16 of its SMs, as measured; one that needs no more would."""
+    config = config_of("mixtral-8x7b")
+    layer = costs.layer_seconds(config, 8192, 1)
+    assert costs.streamed_seconds(layer, 0.25 * layer) > 1.25 * layer
+    assert costs.gpu_cost(config, 8192, 1, 0.25 * layer, only_if_it_pays=True).max_waves == 1
+    assert costs.gpu_cost(config, 8192, 1, 0.25 * layer).max_waves == 2
+    monkeypatch.setattr(costs, "PRODUCER_RATE", 1.0)
+    assert costs.streamed_seconds(layer, 0.25 * layer) == pytest.approx((1.0 + 0.125 + 0.07) * layer, rel=0.01)
+    assert costs.gpu_cost(config, 8192, 1, 0.25 * layer, only_if_it_pays=True).max_waves == 2
+
+
 def test_nothing_known_of_the_producer():
     assert costs.gpu_cost(config_of("qwen3-30b"), 8192, 1, None) is costs.OVERLAPPED
