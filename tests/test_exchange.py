@@ -29,7 +29,7 @@ def on_cuda(monkeypatch):
 
 
 def half(rng, *, split=False, **options):
-    """A rank with 4 of 12 experts: its LayerSpec, tokens of all ranks, local ids (-1 elsewhere), weights, experts, dy."""
+    """A rank with 4 of 12 experts -> LayerSpec, x of all ranks, local ids (-1 elsewhere), weights, experts, dy."""
     problem = oracle.make_problem(rng, T=N, H=H, I=I, E=3 * L, K=K, **({"dtype": jnp.float32} | options))
     ids = problem.topk_ids - L
     ids = jnp.asarray(np.where((ids >= 0) & (ids < L), ids, -1))
@@ -116,13 +116,15 @@ CASES = {
     "packed": {"masked": 0.1},
     "biases and strays": {"use_bias": True, "masked": 0.1, "invalid": 0.1, "duplicates": True},
     "capacity": {"capacity": 5, "use_bias": True},
+    "bfloat16": {"dtype": jnp.bfloat16, "use_bias": True, "masked": 0.1},
 }
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize(("num_ranks", "check_vma"), [(1, True), (4, True), (4, False)])
 def test_the_transport(rng, on_cuda, num_ranks, options, check_vma):
-    problem = oracle.make_problem(rng, T=24, H=H, I=I, E=8, K=2, dtype=jnp.float32, **options)
+    sizes = dict(T=24, H=H, I=I, E=8, K=2, dtype=jnp.float32)
+    problem = oracle.make_problem(rng, **sizes | options)
     ep = sm.expert_parallel(problem.config, mesh=mesh_of({"ep": num_ranks}), transport="xla", check_vma=check_vma)
     experts = [getattr(problem, name) for name in NAMES if getattr(problem, name) is not None]
 
@@ -136,10 +138,11 @@ def test_the_transport(rng, on_cuda, num_ranks, options, check_vma):
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
     (_, (y, stats)), (dx, d_weights, d_experts) = jax.block_until_ready(run(problem.x, problem.topk_weights, experts))
-    oracle.assert_close("y", y, oracle.forward(problem), jnp.float32, H + I)
+    dtype = problem.config.dtype
+    oracle.assert_close("y", y, oracle.forward(problem), dtype, H + I)
     want = oracle.backward(problem)
     for name, got in zip(("x", "topk_weights", *NAMES), (dx, d_weights, *d_experts), strict=False):
-        oracle.assert_close(name, got, want[name], jnp.float32, H + I + 48)
+        oracle.assert_close(name, got, want[name], dtype, H + I + 48)
     kept = oracle.kept_routes(problem)
     ids = problem.topk_ids
     in_range = (ids >= 0) & (ids < 8)

@@ -48,16 +48,16 @@ def streams(folder: pathlib.Path, stem: str) -> None:
     cases = sorted({tuple(n.split("/")[3:5]) for n in found}, key=lambda c: (c[1], int(c[0][1:])))
     if not cases:
         return
+    shapes = sorted({n.split("/")[2] for n in found})
+    chunks = sorted({n.split("/")[5][1:] for n in found}, key=lambda n: int(n) if n.isdigit() else 99)
     figure, panels = plt.subplots(1, len(cases), figsize=(4 * len(cases), 4), sharey=True, squeeze=False)
     for axes, (tokens, producer) in zip(panels[0], cases, strict=True):
-        for shape in sorted({n.split("/")[2] for n in found}):
-            points = {
-                n.split("/")[5][1:]: r["value"]
-                for n, r in found.items()
-                if n.split("/")[2:5] == [shape, tokens, producer]
-            }
+        for index, shape in enumerate(shapes):
+            values = {n: found.get(f"stream/1gpu/{shape}/{tokens}/{producer}/n{n}") for n in chunks}
+            points = {chunks.index(n): r["value"] for n, r in values.items() if r}
             if points:
-                axes.plot(list(points), list(points.values()), marker="o", label=shape)
+                axes.plot(list(points), list(points.values()), marker="o", color=f"C{index}", label=shape)
+        axes.set_xticks(range(len(chunks)), chunks)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_title(f"{producer}, {tokens}")
         axes.set_xlabel("chunks")

@@ -10,6 +10,7 @@
 
 #include "device/element.cuh"
 #include "device/ptx_sm90.cuh"
+#include "kernels/device_sms.h"
 #include "kernels/launch.h"
 #include "kernels/launch_dependent.cuh"
 
@@ -125,9 +126,8 @@ cudaError_t launch(CombineParams p, const CombineArgs& args, cudaStream_t stream
       args.num_tokens * args.top_k > std::numeric_limits<int32_t>::max() || args.dtype == DType::kF32)
     return cudaErrorInvalidValue;
   if (args.num_tokens == 0) return cudaSuccess;
-  int device = 0, sms = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
+  int sms = 0;
+  if (cudaError_t e = device_sms(&sms); e != cudaSuccess) return e;
   p.rows = static_cast<const uint4*>(args.rows);
   p.topk_weights = args.topk_weights;
   p.y = static_cast<uint4*>(args.y);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/device_sms.h"
 #include "kernels/gemm_core_sm90.cuh"
 #include "kernels/launch.h"
 #include "kernels/launch_dependent.cuh"
@@ -32,9 +33,8 @@ inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& ar
                         args.num_experts > 0 && args.row_capacity > 0 &&
                         args.row_capacity <= std::numeric_limits<int32_t>::max() - kBlockM;
   if (!sizes_ok || args.b0.data == nullptr || (gated && args.b1.data == nullptr)) return cudaErrorInvalidValue;
-  int device = 0, sms = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
+  int sms = 0;
+  if (cudaError_t e = device_sms(&sms); e != cudaSuccess) return e;
   if (args.num_sms > 0) sms = std::min(sms, args.num_sms);
 
   const int64_t tile_columns = gated ? kBlockN / 2 : kBlockN;

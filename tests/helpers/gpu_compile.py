@@ -72,7 +72,14 @@ gpu_device_info {
 
 PUBLISH = ("publish_route", "publish_layout")
 STREAM = ("open", *PUBLISH, "close")
-RING = (*STREAM, "ring_forward", "ring_forward_local", "register", "connect", "publish_external")  # calls whose first operand and result is `mem`
+RING = (
+    *STREAM,
+    "ring_forward",
+    "ring_forward_local",
+    "register",
+    "connect",
+    "publish_external",
+)  # calls whose first operand and result is `mem`
 # Instructions that hand memory on and touch none of it. A fusion does if all it holds of the ring is one of our calls.
 HANDS_ON = {"parameter", "get-tuple-element", "tuple", "while", "call", "bitcast", "conditional", "opt-barrier"}
 NO_WORK = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
