@@ -4,6 +4,7 @@
 // done. The up product gathers its rows from x, or they are first copied into the memory that the down product then
 // reuses; both give the same bits. Five or six launches, none of which waits for the host.
 // Trade-off: memory for row_capacity rows of H and of I, whatever the routing turns out to be; nothing is read back.
+#include "kernels/backward.h"
 #include "kernels/launch.h"
 
 namespace streammoe::sm90 {
@@ -15,7 +16,8 @@ cudaError_t prepare_gemm_down_sm90();
 cudaError_t prepare_device() {
   if (cudaError_t e = prepare_plan(); e != cudaSuccess) return e;
   if (cudaError_t e = prepare_gemm_up_sm90(); e != cudaSuccess) return e;
-  return prepare_gemm_down_sm90();
+  if (cudaError_t e = prepare_gemm_down_sm90(); e != cudaSuccess) return e;
+  return prepare_backward();
 }
 
 namespace {

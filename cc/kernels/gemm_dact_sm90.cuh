@@ -10,42 +10,12 @@
 // The price: dy meets 128 columns at a time and not 256, so L2 serves a third more bytes per FLOP in a third of it.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "kernels/backward_core_sm90.cuh"
+#include "kernels/gemm_dact_params.cuh"
 
 namespace streammoe::sm90 {
 
-struct DactMaps {
-  CUtensorMap x, dy, gate, up, down;  // read: rows [R, H], and [L, H, I], [L, H, I], [L, I, H]
-  CUtensorMap d_gate, d_up, wa;       // written: [R, I]
-};
-
-struct DactParams {
-  const BlockInfo* blocks;
-  const int32_t* num_blocks;
-  TileSpace space;
-  TileCounters* counters;
-  int32_t k_steps;  // of each product: ceil(H / kBlockK)
-  int32_t width;    // I
-  float limit;
-  const uint16_t* bias0;  // gate; nullptr for none
-  const uint16_t* bias1;  // up
-  int64_t bias0_stride, bias1_stride;
-  const float* row_weight;  // [R]
-  float* partial;           // [ceil(I / 64)][R]
-  int64_t row_capacity;     // R
-};
-
-using DactKernel = void (*)(DactMaps, DactParams);
-
-// Instantiated in gemm_dact_bf16_sm90.cu and gemm_dact_f16_sm90.cu; nullptr for an activation that does not exist.
-template <DType kType>
-DactKernel gemm_dact_kernel(Activation activation);
-
 namespace {
-
-inline constexpr int kDactColumns = 128;  // of I per tile
 
 template <bool kGated>
 __device__ __forceinline__ void produce_dact(const DactMaps& maps, const DactParams& p, const Frame& f) {
