@@ -1,7 +1,8 @@
 """The layer on one CUDA device, and the halves of an exchange: kernels where there are any, elsewhere plain JAX.
 
-Contract: bfloat16 or float16 and at most 1,024 local experts, on sm_90a, run the kernels of cc/kernels; float32, more
-experts, and the backward go through plain JAX, slower and not bitwise equal to the kernels. Programs are traced for
+Contract: bfloat16 or float16 and at most 1,024 local experts, on sm_90a, run the kernels of cc/kernels, forward and
+backward; float32, more experts, and the backward over ranks go through plain JAX, slower and not bitwise equal to the
+kernels. Programs are traced for
 both platforms and lowered for one: local.py chooses with lax.platform_dependent; a ring knows its platform. Statistics
 of batch-ready calls are counted in JAX from the ids, and only where used.
 """
@@ -28,7 +29,7 @@ COMPUTE_CAPABILITY = "9.0"  # the kernels are sm_90a code, which runs on no othe
 
 
 def has_kernels(spec: LayerSpec) -> bool:
-    """Whether the forward of this layer runs kernels of the library rather than plain JAX."""
+    """Whether this layer runs kernels of the library rather than plain JAX."""
     return spec.config.dtype_code in KERNEL_DTYPES and spec.num_local_experts <= MAX_LOCAL_EXPERTS
 
 
@@ -184,9 +185,28 @@ def _workspace(spec: LayerSpec, x: jax.Array, like: jax.Array | None = None, *, 
 def backward(
     spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> tuple[jax.Array, jax.Array, Experts]:
-    """-> dx [T, H], d_weights [T, K] f32, gradients of the six expert tensors; through plain JAX."""
-    _, pullback = jax.vjp(lambda *args: _reference(spec, ids, *args), x, weights, experts)
-    return pullback(dy)
+    """x, dy [T, H], ids [T, K] int32, weights [T, K] f32 -> dx [T, H], d_weights [T, K] f32, gradients of `experts`.
+
+    The kernels' memory beside the results: 2 R (2 H + 3 I) bytes (2 I, ungated), and 4 R (1 + I / 64), of R = T * K
+    rows and up to 127 more for each expert that has rows.
+    """
+    if not has_kernels(spec):
+        _, pullback = jax.vjp(lambda *args: _reference(spec, ids, *args), x, weights, experts)
+        return pullback(dy)
+    config = spec.config
+    num_bytes = ffi.compiled.cuda_backward_bytes(
+        x.shape[0], config.top_k, config.hidden, config.intermediate, spec.num_local_experts, config.is_gated
+    )
+    results = (
+        ffi.like(x, x.shape, x.dtype),
+        ffi.like(x, weights.shape, np.float32),
+        *(ffi.like(e, e.shape, e.dtype) for e in experts),
+        ffi.like(x, (max(1, num_bytes),), np.uint8),
+    )
+    operands = (x, dy, ids, weights, *experts)
+    dx, d_weights, *d_experts, _ = ffi.call("backward", results, *operands, attributes=spec.attributes())
+    gate, up, down, b_gate, b_up, b_down = d_experts
+    return dx, d_weights, (gate, up, down, b_gate, b_up, b_down)
 
 
 def _reference(spec: LayerSpec, ids: jax.Array, x: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
