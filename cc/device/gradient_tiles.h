@@ -1,10 +1,10 @@
 // Which tile of which expert's weight gradient a cluster works on; host and device.
 //
-// Contract: a gradient is a [rows, columns] matrix per expert, in tiles of 128 x n. A cluster tile is two row tiles with
-// the same columns, whose operand the pair shares; with an odd number of row tiles the last pair has one that is empty.
-// Cluster tiles are numbered expert by expert, ascending, so that an expert's rows are read from memory once; all
-// experts have the same number, also those without rows, whose tiles become zeros. Trade-off: every expert costs all
-// its tiles in index space, which is what must be written anyway.
+// Contract: a gradient is a [rows, columns] matrix per expert, in tiles of 128 x n. A cluster tile is two row tiles
+// with the same columns, whose operand the pair shares; with an odd number of row tiles the last pair has one that is
+// empty. Cluster tiles are numbered expert by expert, ascending, so that an expert's rows are read from memory once;
+// all experts have the same number, also those without rows, whose tiles become zeros. Trade-off: every expert costs
+// all its tiles in index space, which is what must be written anyway.
 #pragma once
 
 #include <cstdint>

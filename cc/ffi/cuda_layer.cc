@@ -8,8 +8,9 @@
 // Contract: a call only enqueues kernels and memsets on XLA's stream; nothing is allocated, synchronised or read back.
 // A workspace is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handlers carry the
 // command-buffer trait. Kernels are loaded when the executable is initialised, never while a peer might wait. rows and
-// combine give the bits of forward. Results of absent tensors are cleared: nobody else writes them. Trade-off: rows that are not computed here are cleared in full before the product
-// writes the others, which costs their bytes once more and no pass over the plan.
+// combine give the bits of forward. Results of absent tensors are cleared: nobody else writes them. Trade-off: rows
+// that are not computed here are cleared in full before the product writes the others, which costs their bytes once
+// more and no pass over the plan.
 #include "ffi/cuda_layer.h"
 
 #include <cuda_runtime_api.h>
@@ -262,26 +263,25 @@ ffi::Error backward_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuf
                          ffi::Result<ffi::AnyBuffer> workspace) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   const ffi::AnyBuffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
-  return to_ffi(
-      backward(stream, attrs, x, dy, ids, topk_weights, operands, *dx, *d_weights, results, *workspace));
+  return to_ffi(backward(stream, attrs, x, dy, ids, topk_weights, operands, *dx, *d_weights, results, *workspace));
 }
 XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Attrs<ffi::Dictionary>()
-                           .Arg<ffi::AnyBuffer>()   // x [T, H]
-                           .Arg<ffi::AnyBuffer>()   // dy [T, H]
-                           .Arg<ffi::AnyBuffer>()   // topk_ids [T, K] i32
-                           .Arg<ffi::AnyBuffer>()   // topk_weights [T, K] f32
-                           .Arg<ffi::AnyBuffer>()   // gate
-                           .Arg<ffi::AnyBuffer>()   // up
-                           .Arg<ffi::AnyBuffer>()   // down
-                           .Arg<ffi::AnyBuffer>()   // b_gate
-                           .Arg<ffi::AnyBuffer>()   // b_up
-                           .Arg<ffi::AnyBuffer>()   // b_down
-                           .Ret<ffi::AnyBuffer>()   // dx [T, H]
-                           .Ret<ffi::AnyBuffer>()   // d_weights [T, K] f32
-                           .Ret<ffi::AnyBuffer>()   // gradients, as the six tensors
+                           .Arg<ffi::AnyBuffer>()  // x [T, H]
+                           .Arg<ffi::AnyBuffer>()  // dy [T, H]
+                           .Arg<ffi::AnyBuffer>()  // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()  // topk_weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()  // gate
+                           .Arg<ffi::AnyBuffer>()  // up
+                           .Arg<ffi::AnyBuffer>()  // down
+                           .Arg<ffi::AnyBuffer>()  // b_gate
+                           .Arg<ffi::AnyBuffer>()  // b_up
+                           .Arg<ffi::AnyBuffer>()  // b_down
+                           .Ret<ffi::AnyBuffer>()  // dx [T, H]
+                           .Ret<ffi::AnyBuffer>()  // d_weights [T, K] f32
+                           .Ret<ffi::AnyBuffer>()  // gradients, as the six tensors
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
@@ -331,8 +331,7 @@ int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, in
 
 int64_t cuda_backward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
                             int64_t num_experts, bool gated) {
-  return static_cast<int64_t>(
-      sm90::backward_bytes({num_tokens, top_k, hidden, intermediate, num_experts, gated}));
+  return static_cast<int64_t>(sm90::backward_bytes({num_tokens, top_k, hidden, intermediate, num_experts, gated}));
 }
 
 }  // namespace streammoe::ffi_glue

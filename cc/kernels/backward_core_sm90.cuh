@@ -41,8 +41,8 @@ __device__ __forceinline__ Frame make_frame() {
       mbar_init(f.full + 8 * s, 1);    // the producer's expect_tx
       mbar_init(f.empty + 8 * s, 16);  // 2 CTAs x 2 warpgroups x 4 warps
     }
-    mbar_init(f.queue_full, 1);         // the scheduler's message
-    mbar_init(f.queue_empty, 2 * 9);    // readers of both CTAs: eight math warps and the TMA thread
+    mbar_init(f.queue_full, 1);       // the scheduler's message
+    mbar_init(f.queue_empty, 2 * 9);  // readers of both CTAs: eight math warps and the TMA thread
     fence_mbar_init();
   }
   cluster_sync();  // the peer's barriers exist before anything is multicast to them
@@ -55,7 +55,7 @@ __device__ __forceinline__ void leave_together() {
   cluster_sync();
 }
 
-// Registers per thread when a math thread holds 192 accumulators: 2 * 128 * 240 + 128 * 24 = 64512, as at entry.
+// Registers per thread when a math thread holds 192 accumulators: 256 * 232 + 128 * 40 = 64512, as at entry.
 inline constexpr int kWideProducerRegisters = 40;
 inline constexpr int kWideMathRegisters = 232;
 

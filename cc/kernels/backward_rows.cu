@@ -54,8 +54,8 @@ struct SumParams {
   const int32_t* expert_rows;
   const int32_t* expert_first;
   uint32_t* out;
-  int32_t words;            // pairs of columns
-  int64_t expert_stride;    // of out, in pairs
+  int32_t words;          // pairs of columns
+  int64_t expert_stride;  // of out, in pairs
 };
 
 constexpr int kSumThreads = 64;  // a thread per pair of columns
@@ -171,9 +171,8 @@ cudaError_t launch_sum(DType dtype, const void* rows, const float* row_weight, c
   p.expert_stride = out.expert_stride / 2;
   const dim3 grid(static_cast<uint32_t>((p.words + kSumThreads - 1) / kSumThreads), static_cast<uint32_t>(experts));
   const bool weighted = row_weight != nullptr;
-  const auto kernel = dtype == DType::kF16
-                          ? (weighted ? sum_rows<DType::kF16, true> : sum_rows<DType::kF16, false>)
-                          : (weighted ? sum_rows<DType::kBF16, true> : sum_rows<DType::kBF16, false>);
+  const auto kernel = dtype == DType::kF16 ? (weighted ? sum_rows<DType::kF16, true> : sum_rows<DType::kF16, false>)
+                                           : (weighted ? sum_rows<DType::kBF16, true> : sum_rows<DType::kBF16, false>);
   return launch_dependent(kernel, grid, kSumThreads, 0, stream, p);
 }
 
@@ -240,8 +239,7 @@ cudaError_t launch_d_weights(const BackwardArgs& args, const Plan& plan, const B
   p.top_k = static_cast<int32_t>(s.top_k);
   p.words = static_cast<int32_t>(s.hidden / 8);
   p.bias_stride = args.weights.b_down.expert_stride / 8;
-  const auto kernel =
-      args.dtype == DType::kF16 ? sum_weights_biased<DType::kF16> : sum_weights_biased<DType::kBF16>;
+  const auto kernel = args.dtype == DType::kF16 ? sum_weights_biased<DType::kF16> : sum_weights_biased<DType::kBF16>;
   return launch_dependent(kernel, grid, kRowThreads, 0, stream, p);
 }
 

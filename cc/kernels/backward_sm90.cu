@@ -4,10 +4,10 @@
 // done. Ten to fifteen launches, none of which waits for the host. Rows of d_x take the place of those of dy once no
 // kernel reads these any more. Trade-off: gate and up are computed again rather than kept from the forward, a third
 // more products; what a layer keeps between the passes is x, ids and weights.
-#include "kernels/backward.h"
-
 #include <algorithm>
 #include <type_traits>
+
+#include "kernels/backward.h"
 
 namespace streammoe::sm90 {
 

@@ -28,12 +28,10 @@ cudaError_t launch_gemm_dact_sm90(const BackwardArgs& args, const Plan& plan, co
   const int64_t capacity = plan.row_capacity;
   if (cudaError_t e = encode_rows(&maps.x, args.dtype, rows.x, capacity, s.hidden); e != cudaSuccess) return e;
   if (cudaError_t e = encode_rows(&maps.dy, args.dtype, rows.dy, capacity, s.hidden); e != cudaSuccess) return e;
-  if (cudaError_t e =
-          encode_matrix(&maps.gate, args.dtype, args.weights.gate, s.num_experts, s.hidden, s.intermediate);
+  if (cudaError_t e = encode_matrix(&maps.gate, args.dtype, args.weights.gate, s.num_experts, s.hidden, s.intermediate);
       e != cudaSuccess)
     return e;
-  if (cudaError_t e =
-          encode_matrix(&maps.down, args.dtype, args.weights.down, s.num_experts, s.intermediate, s.hidden);
+  if (cudaError_t e = encode_matrix(&maps.down, args.dtype, args.weights.down, s.num_experts, s.intermediate, s.hidden);
       e != cudaSuccess)
     return e;
   if (cudaError_t e = encode_rows_narrow(&maps.d_gate, args.dtype, rows.d_gate, capacity, s.intermediate);

@@ -1,13 +1,14 @@
 // The first product of the backward, with the forward's up product inside: what dy becomes before the activation.
 //
 // Contract: for 128 rows and 128 of the I columns a tile computes gate and up (as gemm_up, to the bit), dA' = dy
-// W_down^T, and from them, in registers, d_gate, d_up, wa = RN(w * a) and the row's share of d_weights: see backward.h.
-// Rows past an expert's count are written as zeros where a warpgroup has a valid row, not at all elsewhere. Shape:
-// gemm_core_sm90.cuh's, with depth H twice: k steps of x with W_gate and W_up, then of dy with W_down read along its
-// rows. The two products have accumulators of their own and follow each other without a pause.
-// Trade-off: 192 accumulators per math thread, 240 registers. Storing gate and up instead needs 8 bytes per element
-// written and read, since the forward rounds only a: 0.9 GB at qwen3-30b, 4 GB and twice 2 GB of workspace at mixtral.
-// The price: dy meets 128 columns at a time and not 256, so L2 serves a third more bytes per FLOP in a third of it.
+// W_down^T, and from them, in registers, d_gate, d_up, wa = RN(w * a) and each row's share of d_weights in groups of 64
+// columns: see backward.h. Rows past an expert's count are written as zeros where a warpgroup has a valid row, not at
+// all elsewhere. Shape: gemm_core_sm90.cuh's, with depth H twice: k steps of x with W_gate and W_up, then of dy with
+// W_down read along its rows. The two products have accumulators of their own and follow each other without a pause.
+// The epilogue goes 8 columns at a time into boxes of 32: a math thread holds 192 accumulators of its 232 registers.
+// Trade-off: no gate and up in memory. Stored in float32, as the bits ask for (the forward rounds only a), they are 8
+// bytes per element written and read: 0.9 GB at qwen3-30b, 4 GB at mixtral and 2 GB more of workspace. The price: dy
+// meets 128 columns at a time and not 256, so that a third of the work needs a third more bytes from L2.
 #pragma once
 
 #include "kernels/backward_core_sm90.cuh"
@@ -126,7 +127,7 @@ __device__ __forceinline__ void finish_dact_tile(float (&pre)[kGated ? 128 : 64]
   const uint32_t staging = f.staging + group * kStagingBytes;
   const int32_t box_row = tile.block * kBlockM + 64 * group;
   const bool issuer = warp == 0 && f.lane == 0;
-  // The row whose address this lane gives to stmatrix; 64-byte swizzled: 16-byte chunk c of row r lies at c ^ (r / 2 % 4).
+  // The row whose address this lane gives to stmatrix. 64-byte swizzled: chunk c of row r lies at c ^ (r / 2 % 4).
   const int row = warp * 16 + (f.lane & 15);
   const uint32_t row_address = staging + row * 64;
   const uint32_t swizzle = ((row >> 1) & 3) * 16;

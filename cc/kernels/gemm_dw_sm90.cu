@@ -36,7 +36,7 @@ struct DwTile {
   int32_t first_row, steps;        // of the expert
 };
 
-// The scheduler's message: index of the cluster tile, the expert's first row and number of rows, and 1, or 0 at the end.
+// The scheduler's message: index of the cluster tile, first row and number of rows of its expert, and 1; 0 at the end.
 __device__ __forceinline__ DwTile decode_dw(const int4& message, const DwParams& p, int32_t rank) {
   const GradientTile tile = gradient_tile(p.space, message.x);
   return {tile.expert, (2 * tile.row_pair + rank) * kBlockM, tile.column_tile, message.y,
@@ -234,8 +234,7 @@ cudaError_t launch_gemm_dw_sm90(bool down, const BackwardArgs& args, const Plan&
   params.space.rows_first = gradient_rows_first(params.space.row_pairs, params.space.column_tiles);
   params.m_size = static_cast<int32_t>(m_size);
   params.n_size = static_cast<int32_t>(n_size);
-  const int64_t num_tiles =
-      s.num_experts * static_cast<int64_t>(params.space.row_pairs) * params.space.column_tiles;
+  const int64_t num_tiles = s.num_experts * static_cast<int64_t>(params.space.row_pairs) * params.space.column_tiles;
   Grid grid;
   if (cudaError_t e = grid_of(num_tiles, args.num_sms, &grid); e != cudaSuccess) return e;
   params.num_tiles = static_cast<int32_t>(num_tiles);
