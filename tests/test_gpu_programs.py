@@ -268,16 +268,16 @@ def exchanged(call, dtype=jnp.bfloat16, split=0, **options):
     return gpu.compile_program(jax.grad(loss, (0, 1, 2, 3)), *args, **options)
 
 
-HALVES = ("rows", "combine", "check_ids", "backward", "forward")
+HALVES = ("rows", "combine", "rows_backward", "check_ids", "backward", "forward")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("call", ["moe", "stream", "gradient"])
 def test_the_exchange_moves_what_it_must(call, dtype):
     program = exchanged(call, dtype)
-    combines = 2 if call == "gradient" else 1  # of y, and of d_x; the gradient of a rank's rows is plain JAX
+    backwards = int(call == "gradient")  # one call for the gradients of a rank's rows, and d_x is combined like y
     calls = [len(program.calls(name)) for name in HALVES]
-    assert calls == ([1, combines, 0, 0, 0] if dtype != jnp.float32 else [0] * 5)
+    assert calls == ([1, 1 + backwards, backwards, 0, 0, 0] if dtype != jnp.float32 else [0] * 6)
     assert "all-to-all" in program.text and not moved_by_itself(program)
     # The router's gradient is summed over ranks, nothing else.
     assert ("all-reduce" in program.text) == (call == "gradient")
@@ -290,7 +290,7 @@ def moved_by_itself(program):
 
 def test_command_buffers_may_hold_the_halves_of_the_exchange():
     program = exchanged("gradient", options={"xla_gpu_graph_min_graph_size": 1})
-    for name in ("rows", "combine"):
+    for name in ("rows", "combine", "rows_backward"):
         gpu.assert_captured(program, name)
 
 

@@ -21,7 +21,7 @@ import kernels
 import torch
 from kernels import ACTIVATIONS, BLOCK_M, DTYPES, GATED, LAYERS, TOLERANCE, Plan, close, random_ids
 
-ALL, PLAN, ROWS, DACT, BIASES, DW_DOWN, DW_UP, DX, COMBINE, WEIGHTS = range(10)
+ALL, PLAN, ROWS, DACT, BIASES, DW_DOWN, DW_UP, DX, COMBINE, WEIGHTS, SPREAD = range(11)
 PARTS = {
     "plan": PLAN, "rows": ROWS, "dact": DACT, "dw_down": DW_DOWN, "dw_up": DW_UP, "dx": DX, "combine": COMBINE,
     "d_weights": WEIGHTS,
@@ -91,6 +91,7 @@ class Backward:
         lib.c.sm_backward_layout(*i64(*layer.sizes), layout)
         self.offsets, self.capacity = dict(zip(TABLES, layout[:12], strict=True)), layout[12]
         self.dx = kernels.poison(layer.x.shape, layer.dtype)
+        self.dx_rows = kernels.poison((layer.t * layer.k, layer.h), layer.dtype)
         self.d_weights = kernels.poison(layer.weights.shape, torch.float32)
         self.d_gate_up = poison_like(layer.packed, (layer.gate, layer.up))
         self.d_down = kernels.poison(layer.down.shape, layer.dtype)
@@ -103,9 +104,9 @@ class Backward:
             )
 
     def run(self, part=ALL, sms=0):
-        p = self.p
+        p, dx = self.p, self.dx_rows if part == SPREAD else self.dx
         self.lib.call(
-            "sm_backward", part, self.workspace, p.x, p.dy, p.ids, p.weights, self.dx, self.d_weights,
+            "sm_backward", part, self.workspace, p.x, p.dy, p.ids, p.weights, dx, self.d_weights,
             p.gate, p.up, p.down, *self.d_gate_up, self.d_down, *p.biases, *self.d_biases,
             p.gate.stride(0), p.gate.stride(1), 0 if p.biases[0] is None else p.biases[0].stride(0),
             *p.sizes, ACTIVATIONS[p.activation], p.limit, p.capacity, sms, DTYPES[p.dtype],
@@ -318,7 +319,7 @@ def check_dx(name, b, experts):
     for (e, start, n, _), want in zip(experts, wanted, strict=True):
         if n:
             close(f"dx rows {name} expert {e} rows {n}", b.rows("dy")[start : start + n], want)
-    b.run(COMBINE)
+    b.run(COMBINE).run(SPREAD)
     torch.cuda.synchronize()
     rows = b.table("pair_row", (p.t, p.k), torch.int32).long()
     want = torch.zeros(p.t, p.h, device=kernels.DEV)
@@ -326,6 +327,9 @@ def check_dx(name, b, experts):
         taken = rows[:, k] >= 0
         want[taken] += b.rows("dy")[rows[taken, k]].float()
     assert torch.equal(b.dx, want.to(p.dtype)), f"{name}: dx is not the sum of its rows in order"
+    taken, flat = (rows >= 0).flatten(), rows.flatten()
+    assert torch.equal(b.dx_rows[taken], b.rows("dy")[flat[taken]]), f"{name}: rows of d_x by route"
+    assert zero_bits(b.dx_rows[~taken]), f"{name}: rows of d_x of routes that are not taken"
     none = (rows < 0).all(-1)
     assert zero_bits(b.dx[none]), f"{name}: dx of tokens without routes"
 

@@ -29,7 +29,8 @@ void sm_backward_layout(int64_t t, int64_t k, int64_t h, int64_t i, int64_t l, i
 }
 
 // part: 0 all of it; else one of: 1 plan, 2 rows, 3 dact, 4 biases, 5 dW_down, 6 dW_gate and dW_up, 7 rows of d_x (over
-// those of dy), 8 combine, 9 d_weights. Weights and their gradients lie alike: gate and up with one pair of strides.
+// those of dy), 8 combine, 9 d_weights, 10 the rows of d_x by route, to dx [T, K, H]. Weights and their gradients lie
+// alike: gate and up with one pair of strides.
 int sm_backward(int64_t part, void* workspace, const void* x, const void* dy, const int32_t* ids, const float* weights,
                 void* dx, float* d_weights, const void* gate, const void* up, const void* down, void* d_gate,
                 void* d_up, void* d_down, const void* b_gate, const void* b_up, const void* b_down, void* db_gate,
@@ -84,6 +85,9 @@ int sm_backward(int64_t part, void* workspace, const void* x, const void* dy, co
       return sm90::launch_combine({rows.dy, nullptr, dx, t, k, h, args.dtype}, plan, stream);
     case 9:
       return sm90::launch_d_weights(args, plan, rows, stream);
+    case 10:
+      args.dx_rows = dx;
+      return sm90::launch_spread_rows(args, plan, rows, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -41,7 +41,8 @@ struct BackwardArgs {
   const void* dy = nullptr;             // [T, H]
   const int32_t* topk_ids = nullptr;    // [T, K]
   const float* topk_weights = nullptr;  // [T, K]
-  void* dx = nullptr;                   // [T, H]
+  void* dx = nullptr;                   // [T, H], or:
+  void* dx_rows = nullptr;              // [T, K, H] what each route adds to d_x, 0 where it is not taken
   float* d_weights = nullptr;           // [T, K]
   ExpertWeights weights;
   ExpertGradients gradients;  // biases absent where the weights' are
@@ -76,6 +77,9 @@ cudaError_t launch_gemm_dw_sm90(bool down, const BackwardArgs& args, const Plan&
                                 cudaStream_t stream);
 // Gradients of the biases that are there; b_down's reads rows.dy.
 cudaError_t launch_bias_sums(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows, cudaStream_t stream);
+// args.dx_rows, from the rows of d_x in the place of rows.dy.
+cudaError_t launch_spread_rows(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,
+                               cudaStream_t stream);
 cudaError_t launch_d_weights(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows, cudaStream_t stream);
 
 }  // namespace streammoe::sm90

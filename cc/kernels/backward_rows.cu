@@ -1,5 +1,5 @@
-// The passes of the backward that are no product: rows of x and dy with their padding, sums of rows for the biases, and
-// the last step of d_weights.
+// The passes of the backward that are no product: rows of x and dy with their padding, sums of rows for the biases,
+// rows of d_x by route, and the last step of d_weights.
 //
 // Contract: see backward.h. Sums over rows are one float32 chain per column, rows ascending; a route's d_weights is its
 // groups of 64 columns, ascending, then <dy, b_down>, which is a fixed tree over 32 chains. Every row block that has
@@ -92,6 +92,30 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows(SumParams p) {
     }
   }
   p.out[expert * p.expert_stride + word] = Element<kType>::pack(low, high);
+}
+
+constexpr int kSpreadVectors = 4;  // loads in flight per thread
+
+// out[pair] = rows[pair_row[pair]], or zeros: a warp per piece of 32 x kSpreadVectors 16-byte words of a route.
+__global__ void __launch_bounds__(kRowThreads) spread_rows(const uint4* rows, const int32_t* pair_row, uint4* out,
+                                                           int64_t num_pairs, int32_t words, int32_t pieces) {
+  dependent_launch_wait();  // rows, by gemm_dx
+  dependent_launch_trigger();
+  const int64_t piece_idx = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + (threadIdx.x >> 5);
+  const int64_t pair = piece_idx / pieces;
+  if (pair >= num_pairs) return;
+  const int32_t word = static_cast<int32_t>(piece_idx - pair * pieces) * (32 * kSpreadVectors) + (threadIdx.x & 31);
+  const int32_t row = pair_row[pair];
+  uint4 data[kSpreadVectors];
+#pragma unroll
+  for (int v = 0; v < kSpreadVectors; ++v) {
+    data[v] = make_uint4(0, 0, 0, 0);
+    if (row >= 0 && word + 32 * v < words) data[v] = rows[static_cast<int64_t>(row) * words + word + 32 * v];
+  }
+#pragma unroll
+  for (int v = 0; v < kSpreadVectors; ++v) {
+    if (word + 32 * v < words) out[pair * words + word + 32 * v] = data[v];
+  }
 }
 
 struct WeightParams {
@@ -214,6 +238,19 @@ cudaError_t launch_bias_sums(const BackwardArgs& args, const Plan& plan, const B
   }
   return launch_sum(args.dtype, rows.dy, rows.row_weight, plan, rows.expert_first, s.hidden, s.num_experts, g.b_down,
                     stream);
+}
+
+cudaError_t launch_spread_rows(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,
+                               cudaStream_t stream) {
+  const int64_t num_pairs = args.sizes.num_tokens * args.sizes.top_k;
+  if (num_pairs == 0) return cudaSuccess;
+  const int32_t words = static_cast<int32_t>(args.sizes.hidden / 8);
+  const int32_t pieces = (words + 32 * kSpreadVectors - 1) / (32 * kSpreadVectors);
+  const int64_t ctas = (num_pairs * pieces + kRowThreads / 32 - 1) / (kRowThreads / 32);
+  if (ctas > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
+  return launch_dependent(spread_rows, dim3(static_cast<uint32_t>(ctas)), kRowThreads, 0, stream,
+                          static_cast<const uint4*>(rows.dy), plan.pair_row, static_cast<uint4*>(args.dx_rows),
+                          num_pairs, words, pieces);
 }
 
 cudaError_t launch_d_weights(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,

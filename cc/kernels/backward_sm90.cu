@@ -83,8 +83,12 @@ cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cuda
   if (cudaError_t e = launch_gemm_dw_sm90(true, args, plan, rows, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dw_sm90(false, args, plan, rows, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dx_sm90(args, plan, rows, rows.dy, stream); e != cudaSuccess) return e;
-  const CombineArgs combine{rows.dy, nullptr, args.dx, s.num_tokens, s.top_k, s.hidden, args.dtype};
-  if (cudaError_t e = launch_combine(combine, plan, stream); e != cudaSuccess) return e;
+  if (args.dx_rows != nullptr) {
+    if (cudaError_t e = launch_spread_rows(args, plan, rows, stream); e != cudaSuccess) return e;
+  } else {
+    const CombineArgs combine{rows.dy, nullptr, args.dx, s.num_tokens, s.top_k, s.hidden, args.dtype};
+    if (cudaError_t e = launch_combine(combine, plan, stream); e != cudaSuccess) return e;
+  }
   return launch_d_weights(args, plan, rows, stream);
 }
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import jax_streammoe as sm
-from jax_streammoe import ffi, ops
+from jax_streammoe import ffi, local, ops
 from tests.gpu.corners import assert_near, assert_zero
 from tests.helpers import oracle
 from tests.helpers.layers import HOWS, NAMES, assert_same_bits, check, run
+from tests.helpers.ranks import given
 
 pytestmark = pytest.mark.gpu
 
@@ -223,6 +224,62 @@ def test_replays_follow_the_routing(rng):
     for turn in range(12):
         got = pullback(problem.config, routings[turn % 3], operands, problem.dy)
         assert_same_bits(got, first[turn % 3], f"turn {turn}")
+
+
+# Ranks
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_ranks"))
+def rank_by_rank(config, num_ranks, operands, ids, dy):
+    """Gradients from the halves of each rank in turn, on one GPU."""
+    here = config.num_experts // num_ranks
+    spec, parts = ops.LayerSpec(config, here), []
+    x, weights, *tensors = (operands[name] for name in NAMES)
+    for rank in range(num_ranks):
+        mine = (ids >= rank * here) & (ids < (rank + 1) * here)
+        experts = ops.pack_experts(*(t[rank * here : (rank + 1) * here] for t in tensors))
+        local_ids = jnp.where(mine, ids - rank * here, -1)
+        parts.append(local.rows_backward(spec, jnp.zeros((1, 1)), x, dy, local_ids, weights, experts)[1:])
+    dx_rows, d_weights, d_experts = zip(*parts, strict=True)
+    total = functools.reduce(lambda a, b: a + b, dx_rows)  # of each route one rank has a row, the others zeros
+    gate_up, _, down, b_gate_up, _, b_down = (jnp.concatenate(d) for d in zip(*d_experts, strict=True))
+    dx = local.combine_gradient(ops.LayerSpec(config, config.num_experts), total, ids)
+    return dict(zip(NAMES, (dx, sum(d_weights), gate_up, down, b_gate_up, b_down), strict=True)), dx_rows
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@each_dtype
+def test_rank_by_rank_has_the_bits_of_one(rng, activation, num_ranks, dtype):
+    sizes = SIZES["many experts"]
+    problem = oracle.make_problem(rng, **sizes, activation=activation, masked=0.1, use_bias=True, dtype=dtype)
+    operands = {name: jnp.asarray(getattr(problem, name)) for name in NAMES}
+    got, dx_rows = rank_by_rank(problem.config, num_ranks, operands, jnp.asarray(problem.topk_ids), problem.dy)
+    want = run("moe", problem).grads
+    assert_same_bits(got, want)
+    here = sizes["E"] // num_ranks
+    for rank, rows in enumerate(map(np.asarray, dx_rows)):
+        mine = problem.topk_ids // here == rank
+        assert_zero(rows[~mine])  # also of masked routes, -1
+        assert rows[mine].any(-1).all()
+
+
+@pytest.mark.parametrize("call", ["moe", "stream"])
+@each_dtype
+def test_two_ranks_have_the_bits_of_one(rng, mesh_of, call, dtype):
+    problem = oracle.make_problem(rng, **SIZES["many experts"] | {"T": 512}, masked=0.1, use_bias=True, dtype=dtype)
+    ep = sm.expert_parallel(problem.config, mesh=mesh_of(2))
+    operands = {name: jnp.asarray(getattr(problem, name)) for name in NAMES}
+
+    def run_over_ranks(operands):
+        x, weights, *experts = (operands[name] for name in NAMES[:4])
+        biases = {name: operands[name] for name in NAMES[4:]}
+        if call == "moe":
+            return ep.moe(x, problem.topk_ids, weights, *experts, **biases)[0]
+        return ep.stream(x, given, *experts, token_args=(problem.topk_ids, weights), **biases)[0]
+
+    got = jax.jit(lambda operands, dy: jax.vjp(run_over_ranks, operands)[1](dy)[0])(operands, problem.dy)
+    assert_same_bits(got, run("moe", problem).grads)
 
 
 # Errors
