@@ -11,11 +11,16 @@ namespace streammoe::sm90 {
 cudaError_t prepare_plan();
 cudaError_t prepare_gemm_up_sm90();
 cudaError_t prepare_gemm_down_sm90();
+cudaError_t prepare_gather_rows();
+cudaError_t prepare_combine();
+cudaError_t prepare_stream();
 
 cudaError_t prepare_device() {
-  if (cudaError_t e = prepare_plan(); e != cudaSuccess) return e;
-  if (cudaError_t e = prepare_gemm_up_sm90(); e != cudaSuccess) return e;
-  return prepare_gemm_down_sm90();
+  for (const auto prepare : {prepare_plan, prepare_gemm_up_sm90, prepare_gemm_down_sm90, prepare_gather_rows,
+                             prepare_combine, prepare_stream}) {
+    if (cudaError_t e = prepare(); e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
 }
 
 namespace {

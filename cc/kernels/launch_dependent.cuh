@@ -30,4 +30,14 @@ cudaError_t launch_dependent(void (*kernel)(Params...), dim3 grid, int threads, 
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
+// Loads kernels now: by default the driver loads one at its first launch, which may not happen beside a kernel that
+// waits.
+template <class... Kernels>
+cudaError_t load_kernels(Kernels... kernels) {
+  cudaError_t result = cudaSuccess;
+  cudaFuncAttributes attributes;
+  ((result = result == cudaSuccess ? cudaFuncGetAttributes(&attributes, kernels) : result), ...);
+  return result;
+}
+
 }  // namespace streammoe::sm90

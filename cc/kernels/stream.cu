@@ -324,6 +324,11 @@ uint32_t grid_for(int64_t items, int64_t per_cta) {
 
 }  // namespace
 
+cudaError_t prepare_stream() {
+  return load_kernels(register_ring, open_call, publish_route, publish_layout, await_chunks, await_resident,
+                      fetch_chunks, seal_macro, abort_ring, close_call, advance_call);
+}
+
 cudaError_t launch_register(const DeviceRing& ring, cudaStream_t stream) {
   const Params p = params_of(ring);
   register_ring<<<1, 1024, 0, stream>>>(p);
