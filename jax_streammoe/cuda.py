@@ -31,17 +31,15 @@ def has_kernels(spec: LayerSpec) -> bool:
 
 
 def check_ring(config: MoEConfig, num_ranks: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ValueError unless the kernels can serve a ring of this layer on these GPUs."""
+    """Raises ValueError unless the kernels can serve a ring of this layer on these GPUs.
+
+    Every process looks at its own GPUs; that all are on one host is known when the processes meet.
+    """
     if not ffi.compiled.WITH_CUDA:
         raise ValueError(f"rings on {devices[0]} need a build with CUDA kernels, this one is for the CPU only")
-    if len({device.process_index for device in devices}) > 1:
-        raise ValueError(
-            "a ring on GPUs spans devices of one process in this version; over several processes leave ring=None, "
-            "which exchanges through XLA's collectives"
-        )
     if num_ranks > 1 and config.capacity is not None:
         raise ValueError("a ring over several GPUs takes no capacity in this version; leave ring=None")
-    for device in devices:
+    for device in (device for device in devices if device.process_index == jax.process_index()):
         found = getattr(device, "compute_capability", None)
         if found != COMPUTE_CAPABILITY:
             raise ValueError(f"the kernels need compute capability {COMPUTE_CAPABILITY}, {device} has {found}")

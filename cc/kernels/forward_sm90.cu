@@ -31,7 +31,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; 
 }  // namespace
 
 size_t forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
-  const int64_t rows = max_row_blocks(num_tokens * top_k, num_experts) * kBlockM;
+  const int64_t rows = most_row_blocks(num_tokens * top_k, num_experts) * kBlockM;
   return static_cast<size_t>(aligned(static_cast<int64_t>(plan_bytes(num_tokens, top_k, num_experts))) +
                              aligned(rows * hidden * 2) + aligned(rows * intermediate * 2));
 }
