@@ -3,7 +3,9 @@
 // A failure that the device finds stays on the device until somebody asks: poll() reads the pinned record. One that the
 // host finds is told to the device by the abort words, and raised only when nothing that was enqueued here or on a peer
 // of this process can touch memory any more.
+#include <chrono>
 #include <string>
+#include <thread>
 
 #include "cuda/status.h"
 #include "cuda/stream.h"
@@ -50,12 +52,17 @@ void Stream::end() {
   (void)cudaSetDevice(before);
 }
 
+// Not for ever: what was enqueued may stand behind a collective of XLA's for which the failing rank will never come.
+// The ring's deadline bounds the wait; the kernels themselves have ended or will, without sending a row.
 void Stream::quiesce() {
   if (device_ < 0) return;
   end();
-  (void)cudaStreamSynchronize(urgent_);
-  (void)cudaStreamSynchronize(side_);
-  (void)cudaEventSynchronize(last_);  // of XLA's stream
+  const auto give_up = Clock::now() + std::chrono::duration<double>(ring_->timeout_s());
+  const auto done = [&] {
+    return cudaStreamQuery(urgent_) != cudaErrorNotReady && cudaStreamQuery(side_) != cudaErrorNotReady &&
+           cudaEventQuery(last_) != cudaErrorNotReady;  // of XLA's stream
+  };
+  while (!done() && Clock::now() < give_up) std::this_thread::sleep_for(std::chrono::microseconds(50));
 }
 
 void Stream::poll() {
