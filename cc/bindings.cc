@@ -13,6 +13,7 @@
 #include "cpu/stream.h"
 #include "cpu/threads.h"
 #ifdef STREAMMOE_WITH_CUDA
+#include "cuda/peer_memory.h"
 #include "ffi/cuda_layer.h"
 #include "ffi/cuda_ring.h"
 #endif
@@ -138,6 +139,28 @@ void ring_share(const std::string& name, int64_t group, int64_t rank, const std:
   ring->keep(group, rank, std::move(memory));
 }
 
+#ifdef STREAMMOE_WITH_CUDA
+
+nb::tuple ring_export(const std::string& name, int64_t group, int64_t rank) {
+  cuda::ExportedMemory memory;
+  check(cuda::export_rank(*require(name), group, rank, &memory));
+  return nb::make_tuple(memory.fd, memory.bytes, memory.offset);
+}
+
+void ring_import(const std::string& name, int64_t group, int64_t rank, int fd, int64_t bytes, int64_t offset) {
+  const nb::gil_scoped_release unlocked;
+  check(cuda::import_rank(*require(name), group, rank, fd, bytes, offset));
+}
+
+void ring_check_peers(const std::string& name) { check(cuda::check_peers(*require(name))); }
+
+void ring_settle(const std::string& name) {
+  const nb::gil_scoped_release unlocked;
+  check(cuda::settle(*require(name)));
+}
+
+#endif
+
 // Control words of one rank as (name -> list); for inspect().
 nb::dict ring_words(const std::string& name, int64_t group, int64_t rank) {
   const auto ring = require(name);
@@ -220,6 +243,15 @@ NB_MODULE(_jax_streammoe, m) {
   m.def("ring_share", &ring_share, nb::arg("name"), nb::arg("group"), nb::arg("rank"), nb::arg("segment"),
         nb::arg("create"));
   m.def("segment_unlink", &SharedMemory::unlink, nb::arg("segment"));
+#ifdef STREAMMOE_WITH_CUDA
+  m.def("ring_export", &ring_export, nb::arg("name"), nb::arg("group"), nb::arg("rank"));
+  m.def("ring_import", &ring_import, nb::arg("name"), nb::arg("group"), nb::arg("rank"), nb::arg("fd"),
+        nb::arg("bytes"), nb::arg("offset"));
+  m.def("ring_check_peers", &ring_check_peers, nb::arg("name"));
+  m.def("ring_settle", &ring_settle, nb::arg("name"));
+#endif
+  // For memory that must not be reused, whatever becomes of those who know it.
+  m.def("keep_forever", [](const nb::object& object) { object.inc_ref(); }, nb::arg("object"));
   m.def(
       "ring_close", [](const std::string& name) { return Registry::get().close(name); }, nb::arg("name"),
       nb::call_guard<nb::gil_scoped_release>());

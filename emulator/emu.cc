@@ -69,6 +69,7 @@ void run(dim3 grid, unsigned threads, size_t bytes, std::function<void()> body) 
 }  // namespace emu
 using namespace emu;
 namespace streammoe::sm90 {
+cudaError_t prepare_stream() { return cudaSuccess; }  // the kernels of streams are not among the units
 void mbar_init(uint32_t bar, uint32_t count) { Mbar& b = self->cta->bars[bar]; b = {int(count), int(count), 0, 0, true}; if (bar % 8) fail("barrier alignment"); }
 void mbar_wait(uint32_t bar, uint32_t parity, const char* what) { Cta* c = self->cta; wait_until(what, [=] { Mbar& b = c->bars[bar]; if (!b.init) fail("wait before init"); return b.phase != parity; }); }
 void send_async_16(uint32_t slot, uint32_t bar, uint32_t rank, int4 v) { Cta* c = self->cta->cluster->ctas[rank]; arrive(c, bar, 16); async([=] { std::memcpy(at(c, slot), &v, 16); complete(c, bar, 16); }); }

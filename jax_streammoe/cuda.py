@@ -14,13 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from . import ffi, ops
 from .config import DTYPE_CODES, MoEConfig
 from .ops import Experts, LayerSpec, StreamSpec
-from .reference import _expert, _masked, _stack, reference
-from .varying import vary_together
+from .reference import reference, unweighted_rows
 
 KERNEL_DTYPES = (DTYPE_CODES[np.dtype(jnp.bfloat16)], DTYPE_CODES[np.dtype(np.float16)])
 MAX_LOCAL_EXPERTS = 1024  # kMaxLocalExperts of cc/host/heuristics.h; a test compares them
@@ -33,17 +31,15 @@ def has_kernels(spec: LayerSpec) -> bool:
 
 
 def check_ring(config: MoEConfig, num_ranks: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ValueError unless the kernels can serve a ring of this layer on these GPUs."""
+    """Raises ValueError unless the kernels can serve a ring of this layer on these GPUs.
+
+    Every process looks at its own GPUs; that all are on one host is known when the processes meet.
+    """
     if not ffi.compiled.WITH_CUDA:
         raise ValueError(f"rings on {devices[0]} need a build with CUDA kernels, this one is for the CPU only")
-    if len({device.process_index for device in devices}) > 1:
-        raise ValueError(
-            "a ring on GPUs spans devices of one process in this version; over several processes leave ring=None, "
-            "which exchanges through XLA's collectives"
-        )
     if num_ranks > 1 and config.capacity is not None:
         raise ValueError("a ring over several GPUs takes no capacity in this version; leave ring=None")
-    for device in devices:
+    for device in (device for device in devices if device.process_index == jax.process_index()):
         found = getattr(device, "compute_capability", None)
         if found != COMPUTE_CAPABILITY:
             raise ValueError(f"the kernels need compute capability {COMPUTE_CAPABILITY}, {device} has {found}")
@@ -148,30 +144,10 @@ def rows_backward(
 def _plain_rows(
     spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Unweighted rows [N, K, H], 0 where skipped, and bool [N, K], whether a route was taken; differentiable.
-
-    The scan of `reference` over the experts of this rank, x [N, H] in any dtype.
-    """
-    config = spec.config
+    """Unweighted rows [N, K, H], 0 where skipped, and bool [N, K], whether a route was taken; differentiable."""
     gate_up, down, biases = _named(spec, experts)
-    tensors = _stack(gate_up, down, biases.get("b_gate_up"), biases.get("b_down"), config)
-
-    def body(carry: tuple[jax.Array, jax.Array], expert: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
-        rows, taken = carry
-        index, tensors = expert
-        hit = local_ids == index
-        if config.capacity is not None:
-            order = jnp.cumsum(hit.reshape(-1), dtype=jnp.int32).reshape(hit.shape)
-            hit = hit & (order <= config.capacity)
-        return (place(hit, mlp(jnp.any(hit, axis=-1), x, tensors), rows), taken | hit), None
-
-    # Recomputed in the backward, masks inside, so that a scan step leaves nothing but its bool [N, K] behind.
-    mlp = jax.checkpoint(lambda owned, rows, tensors: _expert(config, _masked(rows, owned), *tensors))
-    place = jax.checkpoint(lambda hit, row, rows: jnp.where(hit[..., None], row[:, None, :], rows))
-    none = (jnp.zeros((*local_ids.shape, config.hidden), config.dtype), jnp.zeros(local_ids.shape, bool))
-    start = vary_together(none, x, local_ids, experts)
-    (rows, taken), _ = lax.scan(body, start, (jnp.arange(spec.num_local_experts, dtype=jnp.int32), tensors))
-    return rows, taken
+    b_gate_up, b_down = biases.get("b_gate_up"), biases.get("b_down")
+    return unweighted_rows(x, local_ids, gate_up, down, b_gate_up, b_down, config=spec.config)
 
 
 def _workspace(spec: LayerSpec, x: jax.Array, like: jax.Array | None = None, *, with_rows: bool = True) -> Any:

@@ -150,6 +150,8 @@ def publish_external(stream: Stream, chunk: int, mem: jax.Array) -> Stream:
     """
     if stream.ring.spec.platform != "cuda":
         raise ValueError("publish_external needs a ring on a GPU: its device header is for CUDA kernels")
+    if stream.ring.spec.num_ranks > 1:
+        raise ValueError("publish_external is for rings of one rank in this version: a kernel cannot know its own")
     if stream.record:
         raise ValueError("publish_external: nothing can be recorded, open the stream with record=False")
     if getattr(mem, "shape", None) != stream.mem.shape or getattr(mem, "dtype", None) != stream.mem.dtype:

@@ -80,15 +80,30 @@ def reference(
     kernels.
     """
     check_moe_args(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, config.num_experts)
-    num_experts, top_k, hidden = config.num_experts, config.top_k, config.hidden
+    top_k, hidden = config.top_k, config.hidden
     tokens = x.reshape(-1, hidden)
     ids = topk_ids.reshape(-1, top_k)
     weights = topk_weights.reshape(-1, top_k).astype(jnp.float32)
-    ids = jnp.where((ids >= 0) & (ids < num_experts), ids, -1).astype(jnp.int32)
+    ids = jnp.where((ids >= 0) & (ids < config.num_experts), ids, -1).astype(jnp.int32)
     if num_valid is not None:
         ids = jnp.where(jnp.arange(ids.shape[0])[:, None] < num_valid, ids, -1)
 
-    experts = _stack(w_gate_up, w_down, b_gate_up, b_down, config)
+    rows, kept = unweighted_rows(tokens, ids, w_gate_up, w_down, b_gate_up, b_down, config=config)
+    weights = jnp.where(kept, weights, 0.0)  # a masked weight may be NaN
+    total = jnp.zeros(tokens.shape, jnp.float32)
+    for k in range(top_k):
+        total = total + weights[:, k, None] * rows[:, k].astype(jnp.float32)
+    return total.astype(config.dtype).reshape(x.shape)
+
+
+def unweighted_rows(
+    x: jax.Array, ids: jax.Array, w_gate_up: Any, w_down: jax.Array, b_gate_up: Any, b_down: Any, *, config: MoEConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Unweighted rows [T, K, H], 0 where a route is not taken, and bool [T, K], whether it is.
+
+    x [T, H] may be of any float dtype. ids [T, K] are those of the experts given, which may be a part of all; others
+    are not taken, nor those beyond the capacity. Differentiable.
+    """
 
     def body(carry: tuple[jax.Array, jax.Array], expert: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
         rows, kept = carry
@@ -97,22 +112,17 @@ def reference(
         if config.capacity is not None:
             order = jnp.cumsum(hit.reshape(-1), dtype=jnp.int32).reshape(hit.shape)
             hit = hit & (order <= config.capacity)
-        row = mlp(jnp.any(hit, axis=-1), tokens, tensors)
+        row = mlp(jnp.any(hit, axis=-1), x, tensors)
         return (place(hit, row, rows), kept | hit), None
 
     # Recomputed in the backward, masks inside, so that a scan step leaves nothing but its bool [T, K] behind.
     mlp = jax.checkpoint(lambda owned, rows, tensors: _expert(config, _masked(rows, owned), *tensors))
     place = jax.checkpoint(lambda hit, row, rows: jnp.where(hit[..., None], row[:, None, :], rows))
-    start = vary_together(
-        (jnp.zeros((*ids.shape, hidden), config.dtype), jnp.zeros(ids.shape, bool)), tokens, ids, experts
-    )
-    (rows, kept), _ = lax.scan(body, start, (jnp.arange(num_experts, dtype=jnp.int32), experts))
-
-    weights = jnp.where(kept, weights, 0.0)  # a masked weight may be NaN
-    total = jnp.zeros(tokens.shape, jnp.float32)
-    for k in range(top_k):
-        total = total + weights[:, k, None] * rows[:, k].astype(jnp.float32)
-    return total.astype(config.dtype).reshape(x.shape)
+    experts = _stack(w_gate_up, w_down, b_gate_up, b_down, config)
+    none = (jnp.zeros((*ids.shape, config.hidden), config.dtype), jnp.zeros(ids.shape, bool))
+    indices = jnp.arange(w_down.shape[0], dtype=jnp.int32)
+    (rows, kept), _ = lax.scan(body, vary_together(none, x, ids, experts), (indices, experts))
+    return rows, kept
 
 
 def _stack(w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any, config: MoEConfig) -> tuple[Any, ...]:

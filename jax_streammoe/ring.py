@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from . import checks, cuda, ffi, ops, symmetric
 from .config import MoEConfig, at_least
 from .layout import RingShape, ring_layout, ring_shape
+from .varying import vary_together
 
 MAX_TIMEOUT_S = 1e8  # three years; as nanoseconds or milliseconds it fits every clock and RPC
 HANDLE_BYTES = 128  # of the `mem` row when the heap is shared memory and the leaf only stands for it
@@ -36,7 +37,7 @@ class RingSpec:
 
     `axis_names` are the mesh axes of the ranks (R = product of their sizes), `mesh_axes` all axes with their sizes;
     both are empty for a ring of one device. `threads`: CPU threads of one rank's expert work. `shared`: ranks live in
-    several processes and exchange through shared memory. `platform`: "cpu" or "cuda".
+    several processes and exchange through POSIX shared memory, CPUs only. `platform`: "cpu" or "cuda".
     """
 
     name: str
@@ -65,6 +66,7 @@ class RingSpec:
 
 
 class _RingMethods:
+    mem: Any
     spec: RingSpec
 
     @property
@@ -77,6 +79,9 @@ class _RingMethods:
         if not ffi.compiled.ring_exists(self.name):
             raise RuntimeError(f"ring {self.name!r} is closed: call make_ring again")
         if why := ffi.compiled.ring_failure(self.name):
+            if self.spec.platform == "cuda" and self.spec.num_ranks > 1:
+                # A peer that is late may still write here: XLA must not give the memory to anybody else.
+                ffi.compiled.keep_forever(self.mem)
             raise RuntimeError(
                 f"ring {self.name!r} is unusable, call make_ring again on all ranks; it failed with: {why}"
             )
@@ -211,12 +216,13 @@ def make_ring(
         computes partial blocks when it is full.
       threads: CPU threads of one rank's expert work; by default the cores divided by the ranks of this process.
 
-    Returns a Ring of `ring_bytes(...)` bytes per rank (in shared memory when several processes take part). On a GPU the
-    ring takes bfloat16 and float16 layers, loads every kernel, and spans GPUs of this process that reach each other's
-    memory.
+    Returns a Ring of `ring_bytes(...)` bytes per rank (CPUs of several processes: in shared memory). On GPUs the ring
+    takes bfloat16 and float16 layers and loads every kernel. The ranks of a group are GPUs of one host that reach each
+    other's memory, in one process or several; with more than one, `make_ring` waits for what they were given before.
 
     Raises TypeError for an argument of another kind, ValueError for sizes, axes, devices or a config that do not fit,
-    RuntimeError when processes disagree or one is missing; all may then call it again.
+    RuntimeError when processes disagree, run on several hosts or one is missing, or when GPUs cannot share their
+    memory; all may then call it again.
     """
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
@@ -254,16 +260,18 @@ def make_ring(
         name=name, config=config, shape=shape, axis_names=axis_names if mesh is not None else (),
         mesh_axes=tuple(mesh.shape.items()) if mesh is not None else (),
         threads=per_rank if threads is None else at_least("threads", threads, 1),
-        shared=len({m.process for m in members}) > 1, platform=platform,
+        shared=platform == "cpu" and len({m.process for m in members}) > 1, platform=platform,
     )  # fmt: skip
     ffi.compiled.ring_create(
         name, dataclasses.asdict(shape), num_groups, float(timeout_s), [[m.ordinal, m.group, m.rank] for m in local]
     )
     try:
-        with symmetric.Bootstrap(spec.name, repr(spec), members, spec.shared, timeout_s) as bootstrap:
-            bootstrap.share_heaps()
+        with symmetric.Bootstrap(spec.name, repr(spec), members, timeout_s) as bootstrap:
+            if spec.shared:
+                bootstrap.share_heaps()
             ring = _allocate(spec, mesh)
-            return _register_ref(ring, mesh) if mutable else _register(ring, mesh)
+            setup = _setup(spec, mesh, bootstrap)
+            return _register_ref(ring, setup) if mutable else _register(ring, setup)
     except BaseException:
         ffi.compiled.ring_close(name)
         raise
@@ -317,38 +325,51 @@ def _allocate(spec: RingSpec, mesh: Mesh | None) -> Ring:
     return Ring(mem, token, spec)
 
 
-def _setup(spec: RingSpec, mesh: Mesh | None) -> list[Callable[[jax.Array], jax.Array]]:
-    """What make_ring runs on the memory, each on all ranks before the next: GPUs also learn where their peers lie."""
+# What make_ring does on all ranks before the next: something outside of jit, then something to the memory, in place,
+# which also returns a mark that exists once that is done.
+Setup = list[tuple[Callable[[], None], Callable[[jax.Array], tuple[jax.Array, jax.Array]]]]
 
-    def step(handler: str) -> Callable[[jax.Array], jax.Array]:
-        def run(mem: jax.Array) -> jax.Array:
-            return ffi.call(
+
+def _setup(spec: RingSpec, mesh: Mesh | None, bootstrap: symmetric.Bootstrap) -> Setup:
+    """The steps of make_ring behind the allocation; GPUs also learn where their peers lie."""
+
+    def step(handler: str) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+        def run(mem: jax.Array) -> tuple[jax.Array, jax.Array]:
+            mem = ffi.call(
                 handler, ffi.like(mem, mem.shape, mem.dtype), mem, attributes={"ring": spec.name}, aliases={0: 0},
                 side_effect=True,
             )  # fmt: skip
+            return mem, ops.after((vary_together(jnp.zeros((1, 1), jnp.float32), mem),), (mem,))[0]
 
         if mesh is None:
             return run
         return jax.shard_map(run, mesh=mesh, in_specs=spec.partition, out_specs=spec.partition)
 
-    return [step(handler) for handler in (("register", "connect") if spec.platform == "cuda" else ("register",))]
+    nothing = lambda: None
+    if spec.platform == "cpu":
+        return [(nothing, step("register"))]
+    if spec.num_ranks == 1:
+        return [(nothing, step("register")), (nothing, step("connect"))]
+    return [(bootstrap.settle, step("register")), (bootstrap.share_memory, step("connect"))]
 
 
-def _register(ring: Ring, mesh: Mesh | None) -> Ring:
+def _register(ring: Ring, setup: Setup) -> Ring:
     mem = ring.mem
-    for step in _setup(ring.spec, mesh):
-        mem = jax.block_until_ready(jax.jit(step, donate_argnums=0)(mem))
+    for prepare, step in setup:
+        prepare()
+        mem, _ = jax.block_until_ready(jax.jit(step, donate_argnums=0)(mem))
     return Ring(mem, ring.token, ring.spec)
 
 
-def _register_ref(ring: Ring, mesh: Mesh | None) -> RingRef:
+def _register_ref(ring: Ring, setup: Setup) -> RingRef:
     # new_ref copies, so the address is registered from inside.
     ref = RingRef(jax.new_ref(ring.mem), ring.spec)
-    for step in _setup(ring.spec, mesh):
+    for prepare, step in setup:
+        prepare()
 
-        def store(ref: Any, step: Callable[[jax.Array], jax.Array] = step) -> None:
-            ref[...] = step(ref[...])
+        def store(ref: Any, step: Callable[..., tuple[jax.Array, jax.Array]] = step) -> jax.Array:
+            ref[...], mark = step(ref[...])
+            return mark
 
-        jax.jit(store)(ref.mem)
-        jax.effects_barrier()
+        jax.block_until_ready(jax.jit(store)(ref.mem))  # effects_barrier() does not wait for what is in a Ref
     return ref

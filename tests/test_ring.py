@@ -357,3 +357,11 @@ def test_a_functional_ring_under_remat_with_the_policy(rng, name):
         for a, b in zip(got, want, strict=True):
             assert_same_bits(a, b)
         assert sm.inspect(ring).ranks[0].call_number == calls  # y is saved, so the stream never runs again
+
+
+def test_a_ring_in_a_ref_is_registered_when_make_ring_returns(mesh_of, name):
+    """On every rank: nothing that later calls wait for is still under way."""
+    for turn in range(3):
+        with sm.make_ring(CONFIG, chunk_tokens=256, num_slots=64, mesh=mesh_of(4), mutable=True, name=name) as ring:
+            assert [r.rank for r in sm.inspect(ring).ranks] == [0, 1, 2, 3]
+            assert {r.call_number for r in sm.inspect(ring).ranks} == {0}, turn

@@ -47,7 +47,8 @@ int sm_gather(void* workspace, const void* x, void* rows, int64_t t, int64_t k, 
 
 int sm_combine(void* workspace, const void* rows, const float* weights, void* y, int64_t t, int64_t k, int64_t l,
                int64_t h, int dtype, cudaStream_t stream) {
-  return sm90::launch_combine({rows, weights, y, t, k, h, static_cast<DType>(dtype)}, sm90::make_plan(workspace, t, k, l), stream);
+  return sm90::launch_combine({rows, weights, y, t, k, h, static_cast<DType>(dtype)},
+                              sm90::make_plan(workspace, t, k, l), stream);
 }
 
 // up != 0: the up kernel with `activation`; otherwise down. by_pair != 0: up gathers, a is x [T, depth]; down scatters,

@@ -7,37 +7,47 @@
 #include "cuda/status.h"
 #include "host/heuristics.h"
 #include "kernels/launch.h"
-#include "protocol/sequence.h"
 
 namespace streammoe::cuda {
 
 Stream::Stream(Ring* ring, int64_t group, int64_t rank)
     : ring_(ring), group_(group), rank_(rank), at_(ring->layout()), shape_(ring->shape()) {}
 
+// The error record is left to the process: a kernel of the last call may still be on its way. So is everything after a
+// failure.
 Stream::~Stream() {
-  if (device_ < 0 || cudaSetDevice(device_) != cudaSuccess) return;
-  // After a failure a kernel may still be on its way to its deadline: what it uses is left to the process.
-  if (ring_->failed()) return;
-  cudaEventDestroy(fork_), cudaEventDestroy(join_);
-  cudaStreamDestroy(side_);
-  cudaFreeHost(error_);
+  int before = 0;
+  if (device_ < 0 || ring_->failed() || cudaGetDevice(&before) != cudaSuccess) return;
+  if (cudaSetDevice(device_) != cudaSuccess) return;
+  for (cudaEvent_t event : {fork_, join_, last_}) cudaEventDestroy(event);
+  for (cudaStream_t stream : {side_, urgent_}) cudaStreamDestroy(stream);
+  (void)cudaSetDevice(before);
 }
 
 Status Stream::attach(cudaStream_t stream) {
+  const std::lock_guard lock(mutex_);
+  if (device_ >= 0) return error(Code::kFailedPrecondition, "ring '", ring_->name(), "' is registered already");
   STREAMMOE_CUDA(cudaGetDevice(&device_), "make_ring: the device");
   STREAMMOE_CUDA(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_), "make_ring: its SMs");
   int lowest = 0, highest = 0;
   STREAMMOE_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "make_ring: stream priorities");
   STREAMMOE_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, highest), "make_ring: a side stream");
-  STREAMMOE_CUDA(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "make_ring: an event");
-  STREAMMOE_CUDA(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "make_ring: an event");
+  STREAMMOE_CUDA(cudaStreamCreateWithPriority(&urgent_, cudaStreamNonBlocking, highest), "make_ring: a side stream");
+  for (cudaEvent_t* event : {&fork_, &join_, &last_}) {
+    STREAMMOE_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "make_ring: an event");
+  }
   STREAMMOE_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&error_), sizeof(DeviceError),
                                cudaHostAllocPortable | cudaHostAllocMapped),
                  "make_ring: pinned memory");
   *error_ = {};
   STREAMMOE_CUDA(sm90::prepare_device(), "make_ring: loading the kernels for sm_90a");
-  const int64_t needed = static_cast<int64_t>(sm90::plan_bytes(
-      shape_.num_ranks * shape_.num_slots * shape_.chunk_tokens, shape_.top_k, shape_.num_experts, false));
+  const int64_t pool_tokens = shape_.num_ranks * shape_.num_slots * shape_.chunk_tokens;
+  if (pool_tokens * shape_.top_k > kMaxPlanPairs) {
+    return error(Code::kInvalidArgument, "ring '", ring_->name(),
+                 "': num_ranks * num_slots * chunk_tokens * top_k must ", "be at most ", kMaxPlanPairs, ", got ",
+                 pool_tokens * shape_.top_k);
+  }
+  const int64_t needed = static_cast<int64_t>(sm90::plan_bytes(pool_tokens, shape_.top_k, shape_.num_experts, false));
   if (needed > at_.activations - at_.plan) {
     return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': a plan needs ", needed,
                  " bytes, the ring has ", at_.activations - at_.plan);
@@ -47,6 +57,7 @@ Status Stream::attach(cudaStream_t stream) {
 }
 
 Status Stream::connect(cudaStream_t stream) {
+  const std::lock_guard lock(mutex_);
   std::vector<uint8_t*> peers;
   for (int64_t r = 0; r < shape_.num_ranks; ++r) {
     peers.push_back(ring_->base(group_, r));
@@ -61,6 +72,8 @@ Status Stream::connect(cudaStream_t stream) {
 sm90::DeviceRing Stream::device_ring() const { return {mem(), shape_, rank_, error_, ring_->timeout_s()}; }
 
 Status Stream::open(const CallSpec& spec, const ExpertWeights& weights, cudaStream_t stream) {
+  const Enqueuing enqueuing(*this, stream);
+  STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
   Span span(ring_->name(), group_, rank_, Phase::kOpen);
   if (open_) {
     return error(Code::kFailedPrecondition, "ring '", ring_->name(),
@@ -101,6 +114,8 @@ Status Stream::begin(Phase phase, int64_t chunk, void* y, cudaStream_t stream, b
 
 Status Stream::publish_route(int64_t chunk, const int32_t* chunk_operand, const int32_t* ids, const float* weights,
                              void* y, cudaStream_t stream) {
+  const Enqueuing enqueuing(*this, stream);
+  STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
   Span span(ring_->name(), group_, rank_, Phase::kPublishRoute, chunk);
   bool dropped = false;
   STREAMMOE_RETURN_IF_ERROR(begin(Phase::kPublishRoute, chunk, y, stream, &dropped));
@@ -116,6 +131,8 @@ Status Stream::publish_route(int64_t chunk, const int32_t* chunk_operand, const 
 
 Status Stream::publish_layout(int64_t chunk, const int32_t* chunk_operand, const void* x, void* y,
                               cudaStream_t stream) {
+  const Enqueuing enqueuing(*this, stream);
+  STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
   Span span(ring_->name(), group_, rank_, Phase::kPublishLayout, chunk);
   bool dropped = false;
   STREAMMOE_RETURN_IF_ERROR(begin(Phase::kPublishLayout, chunk, y, stream, &dropped));
@@ -129,6 +146,8 @@ Status Stream::publish_layout(int64_t chunk, const int32_t* chunk_operand, const
 }
 
 Status Stream::publish_external(int64_t chunk, cudaStream_t stream) {
+  const Enqueuing enqueuing(*this, stream);
+  STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
   Span span(ring_->name(), group_, rank_, Phase::kPublishRoute, chunk);
   // The kernel has written already: what it overwrote must have been free, so nothing may be left to finish here.
   for (const Phase phase : {Phase::kPublishRoute, Phase::kPublishLayout}) {
@@ -170,7 +189,7 @@ Status Stream::run_wave(int64_t wave, cudaStream_t stream) {
       STREAMMOE_CUDA(sm90::launch_fetch_chunks(device_ring(), spec_, first, last, on), "fetching tokens");
     }
     STREAMMOE_RETURN_IF_ERROR(run_experts(wave, num_tokens * shape_.num_ranks, beside_producer, on));
-    if (beside_producer) {
+    if (beside_producer && shape_.num_ranks == 1) {  // over ranks it would wait for peers
       STREAMMOE_CUDA(sm90::launch_await_resident(device_ring(), resident_ctas_, stream), "letting a wave start");
     }
   }
@@ -199,6 +218,7 @@ Status Stream::run_experts(int64_t wave, int64_t num_rows, bool beside_producer,
   args.window.computed = first ? nullptr : computed + (wave % 2) * p.num_experts;
   args.window.computed_after = computed + ((wave + 1) % 2) * p.num_experts;
   args.window.min_rows = seal || !spec_.packed ? 0 : static_cast<int32_t>(spec_.min_carry_rows);
+  args.window.failed = &reinterpret_cast<const CallState*>(base + at_.call)->failed;
   args.window.stats = reinterpret_cast<int32_t*>(base + at_.stats);
   if (spec_.capacity >= 0) {
     args.window.capacity = static_cast<int32_t>(std::min<int64_t>(spec_.capacity, args.window.capacity));
@@ -269,6 +289,8 @@ Status Stream::finish_macros(int64_t upto, void* y, cudaStream_t stream) {
 
 Status Stream::close(const ExpertWeights& weights, void* y, int32_t* expert_rows, int32_t* counts,
                      cudaStream_t stream) {
+  const Enqueuing enqueuing(*this, stream);
+  STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
   Span span(ring_->name(), group_, rank_, Phase::kClose);
   if (weights != weights_) {
     return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': XLA moved the experts while the stream was ",
@@ -284,65 +306,12 @@ Status Stream::close(const ExpertWeights& weights, void* y, int32_t* expert_rows
 }
 
 Status Stream::advance(const CallSpec& spec, cudaStream_t stream) {
+  const Enqueuing enqueuing(*this, stream);
+  STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
   if (open_) {
     return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': a batch-ready call while a stream is open");
   }
   return cuda_status(sm90::launch_advance(device_ring(), spec, stream), "advancing the ring");
-}
-
-// XLA frees the call's memory once the error is raised: nothing of the call may still run on the side stream then.
-void Stream::abort(const Status& why) {
-  ring_->fail(why.message());
-  if (side_ != nullptr) {
-    // Behind the waves on the side stream: a wave that waits for a peer ends by the peer's own deadline or abort word.
-    if (shape_.num_ranks > 1) (void)sm90::launch_abort(device_ring(), side_);
-    if (open_) (void)cudaStreamSynchronize(side_);
-  }
-  open_ = false;
-}
-
-void Stream::poll() {
-  if (error_ == nullptr || load_acquire(&error_->code) == 0 || ring_->failed()) return;
-  ring_->fail(describe(*error_));
-}
-
-std::string Stream::describe(const DeviceError& e) const {
-  const char* phase = phase_name(static_cast<Phase>(e.phase));
-  const auto text = [&](const auto&... parts) {
-    return error(Code::kAborted, "ring '", ring_->name(), "': rank ", e.rank, parts...).message();
-  };
-  switch (static_cast<DeviceFailure>(e.code)) {
-    case DeviceFailure::kDeadline:
-      return text(
-          " waited ", ring_->timeout_s(), " s for rank ", e.peer, " in phase ", phase, ", slot ", e.slot,
-          ": sequence wanted ", e.wanted, ", seen ", e.seen,
-          "; that rank died, stalls, or runs another program. The ring is unusable: make_ring again on all ranks");
-    case DeviceFailure::kAborted:
-      return text(" stopped in phase ", phase, " because rank ", e.peer, " failed");
-    case DeviceFailure::kWrongChunk:
-      return text(", ", phase, ": chunks under a traced index are published in order, each once: wanted chunk ",
-                  e.wanted, ", got ", static_cast<int64_t>(e.seen));
-    case DeviceFailure::kNotARing:
-      return text(": the ring's memory does not hold a ring; it was overwritten, or restored from a checkpoint: call ",
-                  "make_ring again");
-    case DeviceFailure::kOtherProgram:
-      return text(" and rank ", e.peer, " disagree about the plan of the call in slot ", e.slot, ": wanted ", e.wanted,
-                  ", got ", e.seen, "; all ranks must run the same calls on the ring, in the same order");
-    case DeviceFailure::kNone:
-      break;
-  }
-  return text(" failed with code ", e.code);
-}
-
-Status Stream::read_control(std::vector<uint8_t>* out) const {
-  if (device_ < 0) return error(Code::kFailedPrecondition, "ring '", ring_->name(), "' is not registered");
-  int before = 0;
-  STREAMMOE_CUDA(cudaGetDevice(&before), "inspect");
-  STREAMMOE_CUDA(cudaSetDevice(device_), "inspect");
-  out->resize(static_cast<size_t>(at_.slots));
-  const cudaError_t result = cudaMemcpy(out->data(), mem(), out->size(), cudaMemcpyDeviceToHost);
-  STREAMMOE_CUDA(cudaSetDevice(before), "inspect");
-  return cuda_status(result, "inspect");
 }
 
 }  // namespace streammoe::cuda

@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -54,10 +55,25 @@ class Stream : public RankStream {
 
   bool is_open() const override { return open_; }
   void abort(const Status& why) override;
+  void quiesce() override;
   void poll() override;
   Status read_control(std::vector<uint8_t>* out) const override;
 
  private:
+  // Held while a handler enqueues; notes on XLA's stream how far it has come.
+  class Enqueuing {
+   public:
+    Enqueuing(Stream& stream, cudaStream_t on) : stream_(stream), on_(on), lock_(stream.mutex_) {}
+    ~Enqueuing();
+    Status status() const;  // not ok once the ring has failed
+
+   private:
+    Stream& stream_;
+    cudaStream_t on_;
+    std::lock_guard<std::mutex> lock_;
+  };
+
+  void end();
   Status begin(Phase phase, int64_t chunk, void* y, cudaStream_t stream, bool* dropped);
   Status advance_waves(cudaStream_t stream);
   Status run_wave(int64_t wave, cudaStream_t stream);
@@ -75,10 +91,13 @@ class Stream : public RankStream {
 
   int device_ = -1;
   int32_t num_sms_ = 0;
-  cudaStream_t side_ = nullptr;
+  cudaStream_t side_ = nullptr;    // waves under `overlap`
+  cudaStream_t urgent_ = nullptr;  // abort words, past whatever waits on the others
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
+  cudaEvent_t last_ = nullptr;    // the last that was enqueued on XLA's stream, outside of captures
   DeviceError* error_ = nullptr;  // pinned; host and device address are the same
 
+  std::mutex mutex_;
   std::atomic<bool> open_{false};
   CallSpec spec_;
   ExpertWeights weights_;

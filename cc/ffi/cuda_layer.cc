@@ -92,7 +92,7 @@ Status launch_rows(cudaStream_t stream, const ExpertProblem& p, int64_t capacity
                    int32_t* expert_rows, uint8_t* workspace) {
   // A multiple of 128 rows of 16 bytes: whatever comes behind is aligned.
   const int64_t activation_bytes =
-      max_row_blocks(num_tokens * p.top_k, p.num_experts) * kBlockM * p.intermediate * dtype_bytes(p.dtype);
+      most_row_blocks(num_tokens * p.top_k, p.num_experts) * kBlockM * p.intermediate * dtype_bytes(p.dtype);
   sm90::Plan plan = sm90::make_plan(workspace + activation_bytes, num_tokens, p.top_k, p.num_experts, false);
   plan.expert_rows = expert_rows;
   sm90::PlanArgs args;

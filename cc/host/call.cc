@@ -43,6 +43,14 @@ Status CallSpec::check(const RingShape& shape) const {
     return refuse("macro_ends and wave_ends must ascend to num_chunks = ", num_chunks,
                   ", and every macro end must be a wave end");
   }
+  for (size_t m = 1; m + 1 < macro_ends.size(); ++m) {
+    if (macro_ends[m] - macro_ends[m - 1] != macro_ends.front()) {
+      return refuse("all macro-chunks but the last must have as many chunks as the first, ", macro_ends.front());
+    }
+  }
+  if (macro_ends.back() - (macro_ends.size() > 1 ? macro_ends[macro_ends.size() - 2] : 0) > macro_ends.front()) {
+    return refuse("the last macro-chunk must have at most as many chunks as the first, ", macro_ends.front());
+  }
   int64_t first = 0, start = 0;  // chunk and token
   for (const int64_t end : macro_ends) {
     const int64_t tokens = std::min(macro_tokens, num_tokens - start);

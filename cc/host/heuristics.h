@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "device/block_info.h"
+#include "protocol/ring.h"
 
 namespace streammoe {
 
@@ -17,12 +19,10 @@ namespace streammoe {
 // memory.
 inline constexpr int64_t kMaxLocalExperts = 1024;
 
-// Row blocks that num_pairs routes over num_experts experts can need: each expert rounds up by at most
-// kBlockM - 1.
-inline constexpr int64_t max_row_blocks(int64_t num_pairs, int64_t num_experts) {
-  const int64_t used = std::min(num_pairs, num_experts);
-  return std::max<int64_t>(1, (num_pairs + used * (kBlockM - 1)) / kBlockM);
-}
+// Routes of a plan, so that a row number and a padded row count fit 32 bits.
+inline constexpr int64_t kMaxPlanPairs = std::numeric_limits<int32_t>::max() - kBlockM * kMaxLocalExperts;
+
+static_assert(kRowBlock == kBlockM, "the ring's pool is measured in the row blocks of the kernels");
 
 // Routes per plan CTA: at least 1024 (8 warps x 4 loads of 32), and at most 128 CTAs, because each CTA of the
 // second plan kernel reads all counts of the first: 128 x 128 experts x 4 B = 64 KB of L2 reads per CTA.

@@ -15,7 +15,10 @@ Ring::Ring(std::string name, const RingShape& shape, int64_t num_groups, double 
   for (int64_t g = 0; g < num_groups; ++g) bases_.emplace_back(static_cast<size_t>(shape.num_ranks));
 }
 
-Ring::~Ring() = default;
+Ring::~Ring() {
+  // After a failure a kernel of this process may still be on its way to a peer: what it reaches is left to the process.
+  if (failed() && shape_.on_gpu() && !kept_.empty()) new std::vector<std::shared_ptr<void>>(std::move(kept_));
+}
 
 void Ring::add_member(int64_t ordinal, int64_t group, int64_t rank) {
   Member& member = members_[ordinal];
@@ -28,11 +31,16 @@ Member* Ring::find_member(int64_t ordinal) {
   return it == members_.end() ? nullptr : &it->second;
 }
 
-const RankStream* Ring::find_stream(int64_t group, int64_t rank) const {
+const Member* Ring::find_rank(int64_t group, int64_t rank) const {
   for (const auto& [ordinal, member] : members_) {
-    if (member.group == group && member.rank == rank) return member.stream.get();
+    if (member.group == group && member.rank == rank) return &member;
   }
   return nullptr;
+}
+
+const RankStream* Ring::find_stream(int64_t group, int64_t rank) const {
+  const Member* member = find_rank(group, rank);
+  return member == nullptr ? nullptr : member->stream.get();
 }
 
 std::vector<std::pair<int64_t, int64_t>> Ring::local_ranks() const {
@@ -49,11 +57,16 @@ void Ring::set_base(int64_t group, int64_t rank, uint8_t* base) {
   bases_[static_cast<size_t>(group)][static_cast<size_t>(rank)].store(base, std::memory_order_release);
 }
 
-void Ring::keep(int64_t group, int64_t rank, std::shared_ptr<SharedMemory> memory) {
-  set_base(group, rank, memory->data());
+void Ring::attach(int64_t group, int64_t rank, uint8_t* base, std::shared_ptr<void> memory) {
+  set_base(group, rank, base);
   std::lock_guard lock(mutex_);
-  shared_ = true;
   kept_.push_back(std::move(memory));
+}
+
+void Ring::keep(int64_t group, int64_t rank, std::shared_ptr<SharedMemory> memory) {
+  shared_ = true;
+  uint8_t* base = memory->data();
+  attach(group, rank, base, std::move(memory));
 }
 
 void Ring::fail(const std::string& reason) {
@@ -74,6 +87,10 @@ void Ring::poll() {
   for (auto& [ordinal, member] : members_) member.stream->poll();
 }
 
+void Ring::quiesce() {
+  for (auto& [ordinal, member] : members_) member.stream->quiesce();
+}
+
 bool Ring::in_use() const {
   return std::any_of(members_.begin(), members_.end(), [](const auto& m) { return m.second.stream->is_open(); });
 }
@@ -83,6 +100,7 @@ namespace {
 void retire(const std::shared_ptr<Ring>& ring, const char* how) {
   if (ring != nullptr && ring->in_use() && !ring->failed()) {
     ring->fail("it was " + std::string(how) + " while a call was running on it; wait for the call's results first");
+    ring->quiesce();
   }
 }
 

@@ -31,6 +31,8 @@ class RankStream {
   virtual bool is_open() const = 0;
   // After an error: makes the ring terminal, tells the peers, and returns once nothing of the call touches memory.
   virtual void abort(const Status& why) = 0;
+  // After the ring has failed: returns once nothing that this rank enqueued touches memory any more.
+  virtual void quiesce() {}
   // Notes a failure that only the device knows of so far.
   virtual void poll() {}
   // Copies the control region, the first layout().slots bytes of the rank's heap.
@@ -59,13 +61,18 @@ class Ring {
 
   void add_member(int64_t ordinal, int64_t group, int64_t rank);
   Member* find_member(int64_t ordinal);
-  const RankStream* find_stream(int64_t group, int64_t rank) const;  // nullptr when the rank is not of this process
+  const Member* find_rank(int64_t group, int64_t rank) const;        // nullptr when the rank is not of this process
+  const RankStream* find_stream(int64_t group, int64_t rank) const;  // likewise
   std::vector<std::pair<int64_t, int64_t>> local_ranks() const;      // (group, rank), in device order
   // Heap of a rank of a group; nullptr until it registered or was attached.
   uint8_t* base(int64_t group, int64_t rank) const;
   void set_base(int64_t group, int64_t rank, uint8_t* base);
+  // A rank's heap in memory that the library holds until the ring ends.
+  void attach(int64_t group, int64_t rank, uint8_t* base, std::shared_ptr<void> memory);
+  // The same for POSIX shared memory: then the `mem` leaves are handles.
   void keep(int64_t group, int64_t rank, std::shared_ptr<SharedMemory> memory);
   bool shared() const { return shared_; }
+  int64_t num_groups() const { return static_cast<int64_t>(bases_.size()); }
 
   // Makes the ring terminal; the first reason wins. Returns once no thread of this process touches a peer's heap,
   // so that XLA may free the memory of the rank that raises.
@@ -73,6 +80,8 @@ class Ring {
   std::string failure() const;  // empty while the ring works
   // Asks the devices of this process for failures that the host has not heard of.
   void poll();
+  // After fail(): returns once no rank of this process touches the memory of a call any more.
+  void quiesce();
   // Whether a stream is open on a rank of this process.
   bool in_use() const;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -84,10 +93,10 @@ class Ring {
   const RingLayout layout_;
   const double timeout_s_;
   const StreamFactory make_stream_;
-  bool shared_ = false;  // the heap is POSIX shared memory, the `mem` leaf only a handle
+  bool shared_ = false;                      // the heap is POSIX shared memory, the `mem` leaf only a handle
+  std::vector<std::shared_ptr<void>> kept_;  // before the members, whose streams end while it is there
   std::map<int64_t, Member> members_;
   std::vector<std::vector<std::atomic<uint8_t*>>> bases_;
-  std::vector<std::shared_ptr<SharedMemory>> kept_;
   mutable std::mutex mutex_;
   std::string failure_;
   std::atomic<bool> failed_{false};

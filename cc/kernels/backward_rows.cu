@@ -202,6 +202,12 @@ cudaError_t launch_sum(DType dtype, const void* rows, const float* row_weight, c
 
 }  // namespace
 
+cudaError_t prepare_backward_rows() {
+  return load_kernels(pad_rows, spread_rows, sum_weights, sum_weights_biased<DType::kBF16>,
+                      sum_weights_biased<DType::kF16>, sum_rows<DType::kBF16, false>, sum_rows<DType::kBF16, true>,
+                      sum_rows<DType::kF16, false>, sum_rows<DType::kF16, true>);
+}
+
 cudaError_t launch_backward_rows(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,
                                  cudaStream_t stream) {
   const BackwardSizes& s = args.sizes;

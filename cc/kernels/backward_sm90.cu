@@ -14,11 +14,14 @@ namespace streammoe::sm90 {
 cudaError_t prepare_gemm_dact_sm90();
 cudaError_t prepare_gemm_dx_sm90();
 cudaError_t prepare_gemm_dw_sm90();
+cudaError_t prepare_backward_rows();
 
 cudaError_t prepare_backward() {
-  if (cudaError_t e = prepare_gemm_dact_sm90(); e != cudaSuccess) return e;
-  if (cudaError_t e = prepare_gemm_dx_sm90(); e != cudaSuccess) return e;
-  return prepare_gemm_dw_sm90();
+  for (const auto prepare :
+       {prepare_gemm_dact_sm90, prepare_gemm_dx_sm90, prepare_gemm_dw_sm90, prepare_backward_rows}) {
+    if (cudaError_t e = prepare(); e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
 }
 
 namespace {
@@ -32,7 +35,7 @@ int64_t plan_size(const BackwardSizes& s) {
 
 // The one place that lays out the workspace behind the plan; base == nullptr only counts bytes.
 int64_t layout_rows(char* base, const BackwardSizes& s, BackwardRows* rows) {
-  const int64_t capacity = max_row_blocks(s.num_tokens * s.top_k, s.num_experts) * kBlockM;
+  const int64_t capacity = most_row_blocks(s.num_tokens * s.top_k, s.num_experts) * kBlockM;
   int64_t offset = plan_size(s);
   auto take = [&](auto*& pointer, int64_t bytes) {
     if (base != nullptr) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + offset);

@@ -144,6 +144,11 @@ cudaError_t launch(CombineParams p, const CombineArgs& args, cudaStream_t stream
 
 }  // namespace
 
+cudaError_t prepare_combine() {
+  return load_kernels(combine_sm90<DType::kBF16, false>, combine_sm90<DType::kBF16, true>,
+                      combine_sm90<DType::kF16, false>, combine_sm90<DType::kF16, true>);
+}
+
 cudaError_t launch_combine(const CombineArgs& args, const Plan& plan, cudaStream_t stream) {
   CombineParams p = {};
   p.pair_row = plan.pair_row;

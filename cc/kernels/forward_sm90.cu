@@ -12,12 +12,16 @@ namespace streammoe::sm90 {
 cudaError_t prepare_plan();
 cudaError_t prepare_gemm_up_sm90();
 cudaError_t prepare_gemm_down_sm90();
+cudaError_t prepare_gather_rows();
+cudaError_t prepare_combine();
+cudaError_t prepare_stream();
 
 cudaError_t prepare_device() {
-  if (cudaError_t e = prepare_plan(); e != cudaSuccess) return e;
-  if (cudaError_t e = prepare_gemm_up_sm90(); e != cudaSuccess) return e;
-  if (cudaError_t e = prepare_gemm_down_sm90(); e != cudaSuccess) return e;
-  return prepare_backward();
+  for (const auto prepare : {prepare_plan, prepare_gemm_up_sm90, prepare_gemm_down_sm90, prepare_gather_rows,
+                             prepare_combine, prepare_stream, prepare_backward}) {
+    if (cudaError_t e = prepare(); e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
 }
 
 namespace {
@@ -28,7 +32,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; 
 }  // namespace
 
 size_t forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
-  const int64_t rows = max_row_blocks(num_tokens * top_k, num_experts) * kBlockM;
+  const int64_t rows = most_row_blocks(num_tokens * top_k, num_experts) * kBlockM;
   return static_cast<size_t>(aligned(static_cast<int64_t>(plan_bytes(num_tokens, top_k, num_experts))) +
                              aligned(rows * hidden * 2) + aligned(rows * intermediate * 2));
 }

@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(kGatherThreads)
 
 }  // namespace
 
+cudaError_t prepare_gather_rows() { return load_kernels(gather_rows); }
+
 cudaError_t launch_gather_rows(const GatherArgs& args, const Plan& plan, cudaStream_t stream) {
   if (args.hidden < 8 || args.hidden % 8 != 0) return cudaErrorInvalidValue;
   if (args.num_tokens == 0) return cudaSuccess;

@@ -29,6 +29,7 @@ struct RowWindow {
   int32_t* computed_after = nullptr;  // [L] written: those that are computed after this wave; not `computed` itself
   int32_t min_rows = 0;  // 0: take every pending row; else only full blocks, from this many pending rows on
   int32_t capacity = std::numeric_limits<int32_t>::max();  // positions from here on are dropped
+  const uint64_t* failed = nullptr;                        // when it is not zero, no row is taken
   int32_t* stats = nullptr;    // [L + 1]: the rows taken and, at L, the routes dropped are added
   uint8_t* dropped = nullptr;  // [T * K] set to 1 where a route of these experts is dropped, not written elsewhere
 };

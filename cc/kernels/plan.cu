@@ -37,6 +37,7 @@ struct Take {
 };
 __device__ __forceinline__ Take take_rows(const RowWindow& window, int32_t expert, int32_t listed) {
   const int32_t begin = window.computed == nullptr ? 0 : window.computed[expert];
+  if (window.failed != nullptr && *window.failed != 0) return {begin, 0};
   const int32_t pending = max(min(listed, window.capacity) - begin, 0);
   if (window.min_rows == 0) return {begin, pending};
   return {begin, pending < window.min_rows ? 0 : pending / kBlockM * kBlockM};
@@ -218,7 +219,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; 
 
 // The one place that lays out the plan's workspace; base == nullptr only counts bytes.
 int64_t layout_plan(char* base, int64_t pairs, int64_t num_experts, bool with_pairs, Plan* plan) {
-  const int64_t blocks = max_row_blocks(pairs, num_experts);
+  const int64_t blocks = most_row_blocks(pairs, num_experts);
   int64_t offset = 0;
   auto take = [&](auto*& pointer, int64_t count) {
     if (base != nullptr) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + offset);
@@ -263,7 +264,7 @@ Plan make_plan(void* workspace, int64_t num_tokens, int64_t top_k, int64_t num_e
 cudaError_t launch_plan(const PlanArgs& args, const Plan& plan, cudaStream_t stream) {
   const int64_t pairs = args.num_tokens * args.top_k;
   if (args.num_experts < 1 || args.num_experts > kMaxLocalExperts || args.num_tokens < 0 || args.top_k < 1 ||
-      pairs > std::numeric_limits<int32_t>::max() - kBlockM * kMaxLocalExperts)
+      pairs > kMaxPlanPairs)
     return cudaErrorInvalidValue;
   PlanParams p;
   p.topk_ids = args.topk_ids;

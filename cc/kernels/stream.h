@@ -1,9 +1,10 @@
 // The kernels of a stream that move no matrix: open, publish, await, close, as functions on a ring and a CUDA stream.
 //
 // Contract: everything about the call is read from, or written to, the ring's control region in device memory; nothing
-// is allocated, synchronised or copied to the host. Kernels run in stream order; only await_chunks waits for a word,
-// with the deadline of the ring, and only for publications of a lower ticket (docs/protocol.md). A failure is recorded
-// in `error` and in the call's state; the kernels behind it still run and what is combined from then on is NaN.
+// is allocated, synchronised or copied to the host. Kernels run in stream order; await_chunks and launch_seal wait for
+// words, with the deadline of the ring: for publications of a lower ticket, and for the same wave of the other ranks,
+// which store theirs before they wait (docs/protocol.md). A failure is recorded in `error` and in the call's state; the
+// kernels behind it still run, no row is computed or sent any more, and what is combined from then on is NaN.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -59,7 +59,6 @@ struct CallState {
   int64_t chunk_tokens;
   int64_t macro_tokens;
   int64_t chunks_per_macro;
-  int64_t num_chunks;
   uint64_t failed;       // non-zero once a kernel of the call has failed: what is combined is NaN
   uint32_t arrivals[2];  // CTAs that have arrived at a publication in progress, by half
 

@@ -69,10 +69,11 @@ __device__ __forceinline__ bool last_to_arrive(const RingView& ring, Half half, 
   return true;
 }
 
-// Writes the descriptor of the half and stores its ready word at every reader. The release publishes all that the
-// calling thread has written or seen written. One thread.
+// Writes the descriptor of the half and stores its ready word at every reader. The fence publishes all that the calling
+// thread has written or seen written. One thread. A call that has failed tells nobody: its peers know.
 __device__ __forceinline__ void publish(const RingView& ring, Half half, int64_t chunk) {
   const CallState& call = ring.call();
+  if (call.failed != 0) return;
   const uint64_t q = chunk_sequence(call.sequence_base, chunk);
   const int64_t slot = sequence_slot(q, ring.shape.num_slots);
   const bool route = half == Half::kRoute;
@@ -82,8 +83,9 @@ __device__ __forceinline__ void publish(const RingView& ring, Half half, int64_t
   const int64_t word =
       ring.at.word(route ? ring.at.route_ready : ring.at.layout_ready, ring.rank, slot, ring.shape.num_slots);
   const auto* peers = reinterpret_cast<uint8_t* const*>(ring.mem + ring.at.peers);
+  fence_release();
   for (int64_t peer = 0; peer < ring.shape.num_ranks; ++peer) {
-    store_release(reinterpret_cast<uint64_t*>(peers[peer] + word), q);
+    store_relaxed(reinterpret_cast<uint64_t*>(peers[peer] + word), q);
   }
 }
 

@@ -61,7 +61,11 @@ struct RingHeader {
   uint64_t sequence_base;  // chunks published over the ring's life before the current call
   uint64_t call_number;    // calls completed
   uint64_t macro_number;   // macro-chunks completed, the unit of the done words
-  uint32_t resident_ctas;  // of the up products that ran beside a producer, over the ring's life; on a GPU
+  // On a GPU: where its failures are told (DeviceError), how long it waits, and CTAs of the up products that ran beside
+  // a producer, over the ring's life. Here, so that a captured graph follows a ring that is made again.
+  uint64_t error_record;
+  uint64_t timeout_ns;
+  uint32_t resident_ctas;
 };
 
 struct RingLayout {

@@ -37,6 +37,14 @@ STREAMMOE_HD inline void store_release(uint64_t* word, uint64_t value) {
 #endif
 }
 
+#if defined(__CUDACC__)
+// For several words at once: one fence, which publishes what store_release would, then relaxed stores.
+__device__ inline void fence_release() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void store_relaxed(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+#endif
+
 enum class WaitStatus : int32_t { kReached = 0, kAborted = 1, kDeadline = 2 };
 
 struct WaitResult {

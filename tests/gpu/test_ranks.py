@@ -122,7 +122,7 @@ def test_streams_equal_one_gpu(mesh_of, new_ring, problem, wanted, policy, sched
 def test_waves_carry_rows_over_ranks(mesh_of, new_ring, monkeypatch):
     problem = _problem(E=2, duplicates=True)  # 1400 rows per expert: two waves, the first carries partial blocks
     several = dataclasses.replace(costs.OVERLAPPED, rows_per_wave=512, max_waves=4)
-    monkeypatch.setattr(costs, "gpu_cost", lambda *_: several)
+    monkeypatch.setattr(costs, "gpu_cost", lambda *_, **__: several)
     mesh, want = mesh_of(RANKS), _wanted(problem)
     ep = sm.expert_parallel(problem.config, mesh=mesh)
     for policy in ("serial", "overlap"):

@@ -37,7 +37,7 @@ def waves_by_load(request, monkeypatch):
     """The route functions here cost nothing, so the cost model would plan one wave."""
     if "two waves" in request.node.name:
         several = dataclasses.replace(costs.OVERLAPPED, rows_per_wave=512, max_waves=4)
-        monkeypatch.setattr(costs, "gpu_cost", lambda *_: several)
+        monkeypatch.setattr(costs, "gpu_cost", lambda *_, **__: several)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,66 @@
+"""A ring over two processes with a GPU each: one maps the other's memory, and gets the bits of one GPU.
+
+Processes see one GPU or all, and XLA's memory comes from its pool at once, from a pool that grows, or piece by piece.
+This process holds most of both GPUs, so theirs are small.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import jax_streammoe as sm
+from tests.gpu import processes as worker
+from tests.helpers import oracle, processes
+
+pytestmark = [pytest.mark.gpu(2), pytest.mark.multiprocess]
+
+COUNT = 2
+LIMIT_S = 240
+MEMORY = {
+    "pool": {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05"},
+    "growing": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    "platform": {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+    "async": {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+}
+
+
+def run(scenario, folder, visible, memory, codes=()):
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:COUNT]
+    env = [MEMORY[memory] | {"CUDA_VISIBLE_DEVICES": gpu if visible == "one" else ",".join(gpus)} for gpu in gpus]
+    return processes.run(worker.__file__, scenario, COUNT, folder, env=env, codes=codes, limit_s=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """One GPU."""
+    problem = oracle.as_jax(worker.problem_of(COUNT))
+    y = jax.jit(functools.partial(sm.moe, **problem.kwargs))(*problem.args)
+    return np.asarray(y).view(np.uint16)
+
+
+@pytest.mark.parametrize(("visible", "memory"), [("one", "pool"), ("all", "growing"), ("one", "platform")])
+def test_same_bits_as_one_process(tmp_path, wanted, visible, memory):
+    for output in run("same", tmp_path, visible, memory):
+        assert "DONE" in output
+    names = [f"{turn}-{mode}" for turn in range(2) for mode in worker.MODES]
+    for name in (*names, "0-ref"):
+        np.testing.assert_array_equal(worker.load(tmp_path, name), wanted, err_msg=name)
+
+
+def test_memory_that_cannot_be_shared_is_refused(tmp_path):
+    for output in run("refused", tmp_path, "one", "async"):
+        assert "EXPECTED" in output and "DONE" in output
+
+
+@pytest.mark.parametrize("visible", ["one", "all"])
+def test_a_process_that_is_killed(tmp_path, wanted, visible):
+    first, last = run("killed", tmp_path, visible, "pool", codes=(0, -signal.SIGKILL))
+    assert "EXPECTED to go on" in first and "EXPECTED to die" in last
+    np.testing.assert_array_equal(worker.load(tmp_path, "0-before"), wanted)
+    np.testing.assert_array_equal(worker.load(tmp_path, "0-alone"), wanted)
