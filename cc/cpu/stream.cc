@@ -61,14 +61,9 @@ Status Stream::open(const CallSpec& spec, const ExpertWeights& weights) {
   return {};
 }
 
-Status Stream::require_open(const char* what) const {
-  if (open_) return {};
-  return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': ", what, " without open_stream");
-}
-
 // What both halves of a publication check and wait for before the slot may be written.
 Status Stream::begin(Phase phase, int64_t chunk, void* y) {
-  STREAMMOE_RETURN_IF_ERROR(require_open(phase_name(phase)));
+  STREAMMOE_RETURN_IF_ERROR(require_open(ring_->name(), phase_name(phase)));
   if (const Status status = published_.check(spec_, phase, chunk, shape_.num_slots); !status.ok()) {
     return fail(status, true);
   }
@@ -193,7 +188,7 @@ Status Stream::combine_macro(int64_t macro, void* y) {
 
 Status Stream::close(const ExpertWeights& weights, void* y, CallStats* stats) {
   Span span(ring_->name(), group_, rank_, Phase::kClose);
-  STREAMMOE_RETURN_IF_ERROR(require_open("close_stream"));
+  STREAMMOE_RETURN_IF_ERROR(require_open(ring_->name(), "close_stream"));
   if (weights != weights_) {
     return fail(
         error(Code::kFailedPrecondition, "ring '", ring_->name(), "': XLA moved the experts while the stream was ",

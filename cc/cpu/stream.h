@@ -45,8 +45,6 @@ class Stream : public RankStream {
   const CallSpec& spec() const { return spec_; }
   bool is_open() const override { return open_.load(std::memory_order_acquire); }
   Status read_control(std::vector<uint8_t>* out) const override;
-  // FailedPrecondition unless a stream is open; `what` is the call that needs it.
-  Status require_open(const char* what) const;
 
  private:
   // A route whose token is in the pool and whose expert has not computed it yet.

@@ -98,11 +98,6 @@ Status Stream::open(const CallSpec& spec, const ExpertWeights& weights, cudaStre
   return cuda_status(sm90::launch_open(device_ring(), spec_, stream), "open_stream");
 }
 
-Status Stream::require_open(const char* what) const {
-  if (open_) return {};
-  return error(Code::kFailedPrecondition, "ring '", ring_->name(), "': ", what, " without open_stream");
-}
-
 // What every publication checks and waits for, in stream order, before payload may be written. `dropped`: a fault wants
 // this half never to arrive.
 Status Stream::begin(Phase phase, int64_t chunk, void* y, cudaStream_t stream, bool* dropped) {
@@ -226,31 +221,24 @@ Status Stream::run_experts(int64_t wave, int64_t num_rows, bool beside_producer,
   }
   STREAMMOE_CUDA(sm90::launch_plan(args, plan, stream), "planning a wave");
 
-  sm90::GemmArgs gemm;
-  gemm.dtype = p.dtype;
-  gemm.blocks = plan.blocks, gemm.num_blocks = plan.totals, gemm.counters = plan.counters;
-  gemm.row_capacity = plan.row_capacity, gemm.block_capacity = plan.block_capacity;
-  gemm.row_pair = plan.row_pair, gemm.top_k = p.top_k, gemm.num_experts = p.num_experts;
-  gemm.activation = p.activation, gemm.limit = p.limit;
+  sm90::ExpertPass pass;
+  pass.weights = weights_, pass.num_experts = p.num_experts;
+  pass.hidden = p.hidden, pass.intermediate = p.intermediate, pass.top_k = p.top_k;
+  pass.dtype = p.dtype, pass.activation = p.activation, pass.limit = p.limit;
   // Waves that a producer runs beside leave it some SMs; nothing is left to produce beside the last.
-  gemm.num_sms = beside_producer ? num_sms_ - spec_.producer_sms : 0;
+  pass.num_sms = beside_producer ? num_sms_ - spec_.producer_sms : 0;
+  pass.rows = base + at_.token_pool, pass.activations = base + at_.activations, pass.out = base + at_.combine_rows;
+  sm90::GemmArgs up = sm90::up_product(pass, plan), down = sm90::down_product(pass, plan);
+  up.holds_successor = down.holds_successor = beside_producer;
   uint32_t ctas = 0;
-  gemm.holds_successor = beside_producer;
-  gemm.resident = beside_producer ? &reinterpret_cast<RingHeader*>(base + at_.header)->resident_ctas : nullptr;
-  gemm.a = base + at_.token_pool, gemm.out = base + at_.activations;
-  gemm.depth = p.hidden, gemm.width = p.intermediate;
-  gemm.b0 = weights_.gate, gemm.b1 = weights_.up, gemm.bias0 = weights_.b_gate, gemm.bias1 = weights_.b_up;
-  STREAMMOE_CUDA(sm90::launch_gemm_up_sm90(gemm, stream, &ctas), "the up product of a wave");
+  if (beside_producer) up.resident = &reinterpret_cast<RingHeader*>(base + at_.header)->resident_ctas;
+  STREAMMOE_CUDA(sm90::launch_gemm_up_sm90(up, stream, &ctas), "the up product of a wave");
   if (beside_producer) resident_ctas_ += ctas;
-  gemm.resident = nullptr;
-  gemm.a = base + at_.activations, gemm.out = base + at_.combine_rows, gemm.scatter = true;
   if (shape_.num_ranks > 1) {
-    gemm.owners = {reinterpret_cast<uint8_t* const*>(base + at_.peers), at_.combine_rows,
+    down.owners = {reinterpret_cast<uint8_t* const*>(base + at_.peers), at_.combine_rows,
                    spec_.token_order(shape_.num_ranks, macro)};
   }
-  gemm.depth = p.intermediate, gemm.width = p.hidden;
-  gemm.b0 = weights_.down, gemm.b1 = {}, gemm.bias0 = weights_.b_down, gemm.bias1 = {};
-  return cuda_status(sm90::launch_gemm_down_sm90(gemm, stream), "the down product of a wave");
+  return cuda_status(sm90::launch_gemm_down_sm90(down, stream), "the down product of a wave");
 }
 
 // XLA's stream goes on when everything on the side stream is done.

@@ -51,7 +51,6 @@ class Stream : public RankStream {
   const CallSpec& spec() const { return spec_; }
   // The chunk that a half published under a traced index must be.
   int64_t next_chunk(Phase phase) const { return published_.first_missing(phase); }
-  Status require_open(const char* what) const;
 
   bool is_open() const override { return open_; }
   void abort(const Status& why) override;

@@ -101,17 +101,14 @@ Status launch_rows(cudaStream_t stream, const ExpertProblem& p, int64_t capacity
   args.window.capacity = kernel_capacity(capacity), args.window.dropped = dropped;
   STREAMMOE_CUDA(sm90::launch_plan(args, plan, stream), "planning the rows");
 
-  sm90::GemmArgs gemm;
-  gemm.dtype = p.dtype, gemm.activation = p.activation, gemm.limit = p.limit;
-  gemm.blocks = plan.blocks, gemm.num_blocks = plan.totals, gemm.counters = plan.counters;
-  gemm.row_capacity = plan.row_capacity, gemm.block_capacity = plan.block_capacity;
-  gemm.row_pair = plan.row_pair, gemm.top_k = p.top_k, gemm.num_experts = p.num_experts;
-  gemm.a = x, gemm.out = workspace, gemm.depth = p.hidden, gemm.width = p.intermediate;
-  gemm.b0 = weights.gate, gemm.b1 = weights.up, gemm.bias0 = weights.b_gate, gemm.bias1 = weights.b_up;
-  STREAMMOE_CUDA(sm90::launch_gemm_up_sm90(gemm, stream), "the up product of the rows");
-  gemm.a = workspace, gemm.out = rows, gemm.scatter = true, gemm.depth = p.intermediate, gemm.width = p.hidden;
-  gemm.b0 = weights.down, gemm.b1 = {}, gemm.bias0 = weights.b_down, gemm.bias1 = {};
-  return cuda::cuda_status(sm90::launch_gemm_down_sm90(gemm, stream), "the down product of the rows");
+  sm90::ExpertPass pass;
+  pass.weights = weights, pass.num_experts = p.num_experts;
+  pass.hidden = p.hidden, pass.intermediate = p.intermediate, pass.top_k = p.top_k;
+  pass.dtype = p.dtype, pass.activation = p.activation, pass.limit = p.limit;
+  pass.rows = x, pass.activations = workspace, pass.out = rows;
+  STREAMMOE_CUDA(sm90::launch_gemm_up_sm90(sm90::up_product(pass, plan), stream), "the up product of the rows");
+  return cuda::cuda_status(sm90::launch_gemm_down_sm90(sm90::down_product(pass, plan), stream),
+                           "the down product of the rows");
 }
 
 // ids are local here: -1 or outside 0..L-1 is a route of another rank or of none.
@@ -125,17 +122,12 @@ Status rows(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::A
   STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
-  const int64_t num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k, num_pairs = num_tokens * p.top_k;
-  const ffi::DataType type = element_type(p.dtype);
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("local ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", out, type, num_pairs * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
+  const int64_t num_tokens = tokens_of(ids, p);
+  STREAMMOE_RETURN_IF_ERROR(expect_rows(p, num_tokens, x, ids, out, dropped, expert_rows));
   // The batch-ready layer's workspace, but for its rows.
   const int64_t needed = cuda_forward_bytes(num_tokens, p.top_k, 0, p.intermediate, p.num_experts);
   STREAMMOE_RETURN_IF_ERROR(expect_workspace(workspace, needed));
-  if (num_pairs > 0) {
+  if (num_tokens > 0) {
     STREAMMOE_CUDA(cudaMemsetAsync(dropped.untyped_data(), 0, dropped.size_bytes(), stream), "clearing `dropped`");
     // Rows of other ranks' experts travel back as zeros, never as whatever the buffer held.
     STREAMMOE_CUDA(cudaMemsetAsync(out.untyped_data(), 0, out.size_bytes(), stream), "clearing the rows");
@@ -179,14 +171,8 @@ Status combine_rows(cudaStream_t stream, const ffi::Dictionary& dictionary, cons
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
   sm90::CombineArgs args;
-  args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
-  const int64_t num_pairs = args.num_tokens * p.top_k;
-  const ffi::DataType type = element_type(p.dtype);
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", row_buffer, type, num_pairs * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, type, args.num_tokens * p.hidden));
+  args.num_tokens = tokens_of(ids, p);
+  STREAMMOE_RETURN_IF_ERROR(expect_combine(p, args.num_tokens, row_buffer, ids, topk_weights, dropped, y));
   args.top_k = p.top_k, args.hidden = p.hidden, args.dtype = p.dtype;
   args.rows = row_buffer.untyped_data(), args.topk_weights = topk_weights.typed_data<float>();
   args.y = y.untyped_data();
@@ -305,11 +291,8 @@ Status cuda_forward(cudaStream_t stream, const ExpertProblem& p, int64_t capacit
   STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
   sm90::ForwardArgs args;
   args.dtype = p.dtype, args.weights = weights, args.capacity = kernel_capacity(capacity);
-  args.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
-  const int64_t num_pairs = args.num_tokens * p.top_k;
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, element_type(p.dtype), args.num_tokens * p.hidden));
+  args.num_tokens = tokens_of(ids, p);
+  STREAMMOE_RETURN_IF_ERROR(expect_batch(p, args.num_tokens, x, ids, topk_weights));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, element_type(p.dtype), args.num_tokens * p.hidden));
   args.top_k = p.top_k, args.hidden = p.hidden, args.intermediate = p.intermediate, args.num_experts = p.num_experts;
   args.activation = p.activation, args.limit = p.limit;

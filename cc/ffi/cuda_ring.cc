@@ -28,14 +28,6 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 cuda::Stream& stream_of(const RingCall& call) { return static_cast<cuda::Stream&>(*call.member->stream); }
 
-// As on the CPU: an error after the ring was found costs the ring.
-ffi::Error finish(const RingCall& call, const Status& status) {
-  if (!status.ok() && call.member != nullptr && (call.in_place || call.member->stream->is_open())) {
-    call.member->stream->abort(status);
-  }
-  return to_ffi(status);
-}
-
 // y that XLA did not alias follows its stream.
 Status carry_on(cudaStream_t stream, const char* name, const Buffer& in, const Buffer& out) {
   const auto num_elements = static_cast<int64_t>(in.element_count());
@@ -83,27 +75,13 @@ XLA_FFI_DEFINE_HANDLER(kConnect, connect_impl,
                            .Arg<Buffer>()    // mem
                            .Ret<Buffer>());  // mem
 
-// The call, its ring and its experts, all checked against each other.
-Status find_layer(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out,
-                  const Buffer (&operands)[kNumWeights], const Buffer& y, CallSpec* spec, ExpertWeights* weights,
-                  RingCall* call) {
-  AttrReader attrs(dictionary);
-  *spec = read_call(attrs);
-  const std::string name = attrs.text("ring");
-  STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, *mem_out, call));
-  STREAMMOE_RETURN_IF_ERROR(expect_layer(*call->ring, *spec));
-  STREAMMOE_RETURN_IF_ERROR(expect_y(*spec, y));
-  return read_weights(spec->problem, operands, weights);
-}
-
 ffi::Error open_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer mem_in, Buffer gate, Buffer up,
                      Buffer down, Buffer b_gate, Buffer b_up, Buffer b_down, Result mem_out, Result y) {
   const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   CallSpec spec;
   ExpertWeights weights;
   RingCall call;
-  Status status = find_layer(ordinal, attrs, mem_in, mem_out, operands, *y, &spec, &weights, &call);
+  Status status = find_layer(ordinal, attrs, mem_in, *mem_out, operands, *y, &spec, &weights, &call);
   if (status.ok()) status = stream_of(call).open(spec, weights, stream);
   return finish(call, status);
 }
@@ -123,12 +101,9 @@ XLA_FFI_DEFINE_HANDLER(kOpen, open_impl,
                            .Ret<Buffer>());  // y [T, H]
 
 // The ring of a call on a stream that must be open, its y carried over.
-Status find_open_ring(const char* what, cudaStream_t stream, int32_t ordinal, AttrReader& attrs, Buffer mem_in,
-                      Buffer y_in, Result mem_out, Result y_out, RingCall* call) {
-  const std::string name = attrs.text("ring");
-  STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, *mem_out, call));
-  STREAMMOE_RETURN_IF_ERROR(stream_of(*call).require_open(what));
+Status resume_ring(const char* what, cudaStream_t stream, int32_t ordinal, AttrReader& attrs, Buffer mem_in,
+                   Buffer y_in, Result mem_out, Result y_out, RingCall* call) {
+  STREAMMOE_RETURN_IF_ERROR(find_open_ring(what, ordinal, attrs, mem_in, *mem_out, call));
   STREAMMOE_RETURN_IF_ERROR(expect_y(stream_of(*call).spec(), y_in));
   return carry_on(stream, "y", y_in, *y_out);
 }
@@ -144,8 +119,7 @@ Status publish_route(RingCall* call, cudaStream_t stream, int32_t ordinal, const
                      Buffer mem_in, Buffer y_in, Buffer chunk, Buffer ids, Buffer topk_weights, Result mem_out,
                      Result y_out) {
   AttrReader attrs(dictionary);
-  STREAMMOE_RETURN_IF_ERROR(
-      find_open_ring("publish_route", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  STREAMMOE_RETURN_IF_ERROR(resume_ring("publish_route", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
   cuda::Stream& side = stream_of(*call);
   const CallSpec& spec = side.spec();
   int64_t index = 0;
@@ -181,8 +155,7 @@ XLA_FFI_DEFINE_HANDLER(kPublishRoute, publish_route_impl,
 Status publish_layout(RingCall* call, cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& dictionary,
                       Buffer mem_in, Buffer y_in, Buffer chunk, Buffer x, Result mem_out, Result y_out) {
   AttrReader attrs(dictionary);
-  STREAMMOE_RETURN_IF_ERROR(
-      find_open_ring("publish_layout", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  STREAMMOE_RETURN_IF_ERROR(resume_ring("publish_layout", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
   cuda::Stream& side = stream_of(*call);
   const CallSpec& spec = side.spec();
   int64_t index = 0;
@@ -214,7 +187,7 @@ ffi::Error publish_external_impl(cudaStream_t stream, int32_t ordinal, ffi::Dict
                                  Buffer y_in, Result mem_out, Result y_out) {
   RingCall call;
   AttrReader attrs(dictionary);
-  Status status = find_open_ring("publish_external", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, &call);
+  Status status = resume_ring("publish_external", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, &call);
   if (status.ok()) {
     int64_t chunk = 0;
     status = read_chunk(stream_of(call), Phase::kPublishRoute, attrs, &chunk);
@@ -236,7 +209,7 @@ Status close_stream(RingCall* call, cudaStream_t stream, int32_t ordinal, const 
                     Buffer mem_in, Buffer y_in, const Buffer (&operands)[kNumWeights], Result mem_out, Result y_out,
                     Result expert_rows, Result counts) {
   AttrReader attrs(dictionary);
-  STREAMMOE_RETURN_IF_ERROR(find_open_ring("close_stream", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  STREAMMOE_RETURN_IF_ERROR(resume_ring("close_stream", stream, ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
   cuda::Stream& side = stream_of(*call);
   STREAMMOE_RETURN_IF_ERROR(expect_stats(side.spec(), *expert_rows, *counts));
   ExpertWeights weights;
@@ -278,11 +251,9 @@ Status ring_forward(RingCall* call, cudaStream_t stream, int32_t ordinal, const 
                     Result mem_out, Result y, Result expert_rows, Result counts) {
   CallSpec spec;
   ExpertWeights weights;
-  STREAMMOE_RETURN_IF_ERROR(find_layer(ordinal, dictionary, mem_in, mem_out, operands, *y, &spec, &weights, call));
+  STREAMMOE_RETURN_IF_ERROR(find_layer(ordinal, dictionary, mem_in, *mem_out, operands, *y, &spec, &weights, call));
   const int64_t hidden = spec.problem.hidden, top_k = spec.problem.top_k, item = dtype_bytes(spec.problem.dtype);
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, element_type(spec.problem.dtype), spec.num_tokens * hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, spec.num_tokens * top_k));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, spec.num_tokens * top_k));
+  STREAMMOE_RETURN_IF_ERROR(expect_batch(spec.problem, spec.num_tokens, x, ids, topk_weights));
   STREAMMOE_RETURN_IF_ERROR(expect_stats(spec, *expert_rows, *counts));
   if (spec.overlap) return error(Code::kInvalidArgument, "ring_forward runs on one stream: overlap must be 0");
   cuda::Stream& side = stream_of(*call);
@@ -336,7 +307,7 @@ Status ring_forward_local(RingCall* call, cudaStream_t stream, int32_t ordinal, 
                           const Buffer (&operands)[kNumWeights], Result mem_out, Result y, Result workspace) {
   CallSpec spec;
   ExpertWeights weights;
-  STREAMMOE_RETURN_IF_ERROR(find_layer(ordinal, dictionary, mem_in, mem_out, operands, *y, &spec, &weights, call));
+  STREAMMOE_RETURN_IF_ERROR(find_layer(ordinal, dictionary, mem_in, *mem_out, operands, *y, &spec, &weights, call));
   STREAMMOE_RETURN_IF_ERROR(spec.check(call->ring->shape()));
   STREAMMOE_RETURN_IF_ERROR(stream_of(*call).advance(spec, stream));
   return cuda_forward(stream, spec.problem, spec.capacity, weights, x, ids, topk_weights, *y, *workspace);

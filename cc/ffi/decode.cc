@@ -109,6 +109,40 @@ Status carry(const char* name, const ffi::AnyBuffer& in, const ffi::AnyBuffer& o
   return {};
 }
 
+int64_t tokens_of(const ffi::AnyBuffer& ids, const ExpertProblem& p) {
+  return static_cast<int64_t>(ids.element_count()) / p.top_k;
+}
+
+Status expect_batch(const ExpertProblem& p, int64_t num_tokens, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
+                    const ffi::AnyBuffer& topk_weights) {
+  const int64_t num_pairs = num_tokens * p.top_k;
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  return expect_buffer("x", x, element_type(p.dtype), num_tokens * p.hidden);
+}
+
+Status expect_rows(const ExpertProblem& p, int64_t num_tokens, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
+                   const ffi::AnyBuffer& rows, const ffi::AnyBuffer& dropped, const ffi::AnyBuffer& expert_rows) {
+  const int64_t num_pairs = num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("local ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", rows, type, num_pairs * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
+  return expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts);
+}
+
+Status expect_combine(const ExpertProblem& p, int64_t num_tokens, const ffi::AnyBuffer& rows, const ffi::AnyBuffer& ids,
+                      const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer& dropped, const ffi::AnyBuffer& y) {
+  const int64_t num_pairs = num_tokens * p.top_k;
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", rows, type, num_pairs * p.hidden));
+  return expect_buffer("y", y, type, num_tokens * p.hidden);
+}
+
 Status expect_y(const CallSpec& spec, const ffi::AnyBuffer& y) {
   return expect_buffer("y", y, element_type(spec.problem.dtype), spec.num_tokens * spec.problem.hidden);
 }
@@ -250,6 +284,35 @@ Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer&
   }
   call->in_place = true;
   return {};
+}
+
+Status find_layer(int32_t ordinal, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& mem_in,
+                  const ffi::AnyBuffer& mem_out, const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y,
+                  CallSpec* spec, ExpertWeights* weights, RingCall* call) {
+  AttrReader attrs(dictionary);
+  *spec = read_call(attrs);
+  const std::string name = attrs.text("ring");
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, mem_out, call));
+  STREAMMOE_RETURN_IF_ERROR(expect_layer(*call->ring, *spec));
+  STREAMMOE_RETURN_IF_ERROR(expect_y(*spec, y));
+  return read_weights(spec->problem, operands, weights);
+}
+
+Status find_open_ring(const char* what, int32_t ordinal, AttrReader& attrs, const ffi::AnyBuffer& mem_in,
+                      const ffi::AnyBuffer& mem_out, RingCall* call) {
+  const std::string name = attrs.text("ring");
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, mem_out, call));
+  return call->member->stream->require_open(name, what);
+}
+
+ffi::Error finish(const RingCall& call, const Status& status) {
+  // A stream that is open is ended even when its ring was refused: its worker may be inside an expert pass.
+  if (!status.ok() && call.member != nullptr && (call.in_place || call.member->stream->is_open())) {
+    call.member->stream->abort(status);
+  }
+  return to_ffi(status);
 }
 
 }  // namespace streammoe::ffi_glue

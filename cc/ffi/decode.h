@@ -61,6 +61,19 @@ Status read_weights(const ExpertProblem& problem, const ffi::AnyBuffer (&operand
 Status read_gradients(const ExpertProblem& problem, const ffi::AnyBuffer (&results)[kNumWeights],
                       ExpertGradients* gradients);
 
+// Tokens of an [T, K] operand; expect_buffer then refuses one that is not a whole number of tokens.
+int64_t tokens_of(const ffi::AnyBuffer& ids, const ExpertProblem& problem);
+// The operands of a batch-ready layer: x [T, H], ids [T, K] i32, weights [T, K] f32.
+Status expect_batch(const ExpertProblem& problem, int64_t num_tokens, const ffi::AnyBuffer& x,
+                    const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights);
+// Of `rows`: x [N, H], local ids [N, K] i32 -> rows [N, K, H], dropped [N, K] u8, expert_rows [L] i32.
+Status expect_rows(const ExpertProblem& problem, int64_t num_tokens, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
+                   const ffi::AnyBuffer& rows, const ffi::AnyBuffer& dropped, const ffi::AnyBuffer& expert_rows);
+// Of `combine`: rows [T, K, H], ids [T, K] i32, weights [T, K] f32, dropped [T, K] u8 -> y [T, H].
+Status expect_combine(const ExpertProblem& problem, int64_t num_tokens, const ffi::AnyBuffer& rows,
+                      const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer& dropped,
+                      const ffi::AnyBuffer& y);
+
 // What ring handlers expect of their operands, given the call: y [T, H], the results of a close, the operand [c, width]
 // of a chunk. A chunk that does not exist is refused by the stream itself.
 Status expect_y(const CallSpec& spec, const ffi::AnyBuffer& y);
@@ -82,5 +95,15 @@ Status register_memory(AttrReader& attrs, int32_t ordinal, const ffi::AnyBuffer&
 // Checks that the ring is alive, that `mem` is where it was registered, and that XLA gave it back in place.
 Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
                  RingCall* call);
+// The call of a handler that starts one: its ring and its experts, all checked against each other.
+Status find_layer(int32_t ordinal, const ffi::Dictionary& attrs, const ffi::AnyBuffer& mem_in,
+                  const ffi::AnyBuffer& mem_out, const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y,
+                  CallSpec* spec, ExpertWeights* weights, RingCall* call);
+// The ring of a handler that goes on with one: a stream must be open on it. `what` names the handler.
+Status find_open_ring(const char* what, int32_t ordinal, AttrReader& attrs, const ffi::AnyBuffer& mem_in,
+                      const ffi::AnyBuffer& mem_out, RingCall* call);
+// An error after the ring was found costs the ring (its memory was donated): peers are told, and nothing of the call
+// touches memory any more, before the error is reported: XLA frees the call's memory next.
+ffi::Error finish(const RingCall& call, const Status& status);
 
 }  // namespace streammoe::ffi_glue

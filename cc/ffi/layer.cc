@@ -28,11 +28,6 @@
 namespace streammoe::ffi_glue {
 namespace {
 
-// Tokens of an [T, K] operand; expect_buffer then refuses one that is not a whole number of tokens.
-int64_t tokens_of(const ffi::AnyBuffer& ids, const ExpertProblem& p) {
-  return static_cast<int64_t>(ids.element_count()) / p.top_k;
-}
-
 std::span<const int32_t> as_ids(const ffi::AnyBuffer& ids) { return {ids.typed_data<int32_t>(), ids.element_count()}; }
 
 // Computes the row of every planned pair into rows[pair].
@@ -66,11 +61,8 @@ Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::An
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
 
   const int64_t num_tokens = tokens_of(ids, p), num_pairs = num_tokens * p.top_k;
-  const ffi::DataType type = element_type(p.dtype);
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, type, num_tokens * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_batch(p, num_tokens, x, ids, topk_weights));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, element_type(p.dtype), num_tokens * p.hidden));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("counts", counts_out, ffi::DataType::S32, 3));
   if (checks) STREAMMOE_RETURN_IF_ERROR(cpu::check_ids(as_ids(ids), p.top_k, p.num_experts));
@@ -124,13 +116,7 @@ Status rows(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBu
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
-  const int64_t num_tokens = tokens_of(ids, p), num_pairs = num_tokens * p.top_k;
-  const ffi::DataType type = element_type(p.dtype);
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("local ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, num_tokens * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", out, type, num_pairs * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
+  STREAMMOE_RETURN_IF_ERROR(expect_rows(p, tokens_of(ids, p), x, ids, out, dropped, expert_rows));
   std::memset(dropped.untyped_data(), 0, dropped.size_bytes());
   const cpu::Plan plan = cpu::make_plan(as_ids(ids), p.num_experts, capacity, dropped.typed_data<uint8_t>());
   // Rows of other ranks' experts travel back as zeros, never as whatever the buffer held.
@@ -195,13 +181,8 @@ Status combine_rows(const ffi::AnyBuffer& row_buffer, const ffi::AnyBuffer& ids,
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  const int64_t num_tokens = tokens_of(ids, p), num_pairs = num_tokens * p.top_k;
-  const ffi::DataType type = element_type(p.dtype);
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dropped", dropped, ffi::DataType::U8, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("rows", row_buffer, type, num_pairs * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, type, num_tokens * p.hidden));
+  const int64_t num_tokens = tokens_of(ids, p);
+  STREAMMOE_RETURN_IF_ERROR(expect_combine(p, num_tokens, row_buffer, ids, topk_weights, dropped, y));
   cpu::combine(p.dtype, p.hidden, p.top_k, num_tokens, row_buffer.untyped_data(), ids.typed_data<int32_t>(),
                topk_weights.typed_data<float>(), dropped.typed_data<uint8_t>(), y.untyped_data(), p.threads);
   return {};

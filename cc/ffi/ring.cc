@@ -24,16 +24,6 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 cpu::Stream& stream_of(const RingCall& call) { return static_cast<cpu::Stream&>(*call.member->stream); }
 
-// An error after the ring was found costs the ring (its memory was donated): peers are told and the worker ends before
-// the error is reported, since XLA frees the call's memory next.
-ffi::Error finish(const RingCall& call, const Status& status) {
-  // A stream that is open is ended even when its ring was refused: its worker may be inside an expert pass.
-  if (!status.ok() && call.member != nullptr && (call.in_place || call.member->stream->is_open())) {
-    call.member->stream->abort(status);
-  }
-  return to_ffi(status);
-}
-
 void write_stats(const CallStats& stats, Result& expert_rows, Result& counts) {
   std::memcpy(expert_rows->untyped_data(), stats.expert_rows.data(), stats.expert_rows.size() * sizeof(int32_t));
   int32_t* out = counts->typed_data<int32_t>();
@@ -64,14 +54,8 @@ XLA_FFI_DEFINE_HANDLER(kRegister, register_impl,
 // Opens the stream of a call: attributes, experts and the ring must fit each other.
 Status open_stream(int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Result mem_out,
                    const Buffer (&operands)[kNumWeights], const Buffer& y, ExpertWeights* weights, RingCall* call) {
-  AttrReader attrs(dictionary);
-  CallSpec spec = read_call(attrs);
-  const std::string name = attrs.text("ring");
-  STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, *mem_out, call));
-  STREAMMOE_RETURN_IF_ERROR(expect_layer(*call->ring, spec));
-  STREAMMOE_RETURN_IF_ERROR(expect_y(spec, y));
-  STREAMMOE_RETURN_IF_ERROR(read_weights(spec.problem, operands, weights));
+  CallSpec spec;
+  STREAMMOE_RETURN_IF_ERROR(find_layer(ordinal, dictionary, mem_in, *mem_out, operands, y, &spec, weights, call));
   return stream_of(*call).open(spec, *weights);
 }
 
@@ -100,20 +84,17 @@ XLA_FFI_DEFINE_HANDLER(kOpen, open_impl,
 
 // The ring of a call on a stream that must be open, its y carried over: XLA aliases y in and out, but should it ever
 // copy instead, the rows written so far must follow.
-Status find_open_ring(const char* what, int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Buffer y_in,
-                      Result mem_out, Result y_out, RingCall* call) {
+Status resume_ring(const char* what, int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in, Buffer y_in,
+                   Result mem_out, Result y_out, RingCall* call) {
   AttrReader attrs(dictionary);
-  const std::string name = attrs.text("ring");
-  STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  STREAMMOE_RETURN_IF_ERROR(find_ring(name, ordinal, mem_in, *mem_out, call));
-  STREAMMOE_RETURN_IF_ERROR(stream_of(*call).require_open(what));
+  STREAMMOE_RETURN_IF_ERROR(find_open_ring(what, ordinal, attrs, mem_in, *mem_out, call));
   STREAMMOE_RETURN_IF_ERROR(expect_y(stream_of(*call).spec(), y_in));
   return carry("y", y_in, *y_out);
 }
 
 Status publish_route(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
                      Buffer chunk, Buffer ids, Buffer topk_weights, Result mem_out, Result y_out) {
-  STREAMMOE_RETURN_IF_ERROR(find_open_ring("publish_route", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  STREAMMOE_RETURN_IF_ERROR(resume_ring("publish_route", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
   cpu::Stream& stream = stream_of(*call);
   const CallSpec& spec = stream.spec();
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("chunk", chunk, ffi::DataType::S32, 1));
@@ -144,7 +125,7 @@ XLA_FFI_DEFINE_HANDLER(kPublishRoute, publish_route_impl,
 
 Status publish_layout(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
                       Buffer chunk, Buffer x, Result mem_out, Result y_out) {
-  STREAMMOE_RETURN_IF_ERROR(find_open_ring("publish_layout", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  STREAMMOE_RETURN_IF_ERROR(resume_ring("publish_layout", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
   cpu::Stream& stream = stream_of(*call);
   const CallSpec& spec = stream.spec();
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("chunk", chunk, ffi::DataType::S32, 1));
@@ -173,7 +154,7 @@ XLA_FFI_DEFINE_HANDLER(kPublishLayout, publish_layout_impl,
 Status close_stream(RingCall* call, int32_t ordinal, const ffi::Dictionary& attrs, Buffer mem_in, Buffer y_in,
                     const Buffer (&operands)[kNumWeights], Result mem_out, Result y_out, Result expert_rows,
                     Result counts) {
-  STREAMMOE_RETURN_IF_ERROR(find_open_ring("close_stream", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
+  STREAMMOE_RETURN_IF_ERROR(resume_ring("close_stream", ordinal, attrs, mem_in, y_in, mem_out, y_out, call));
   cpu::Stream& stream = stream_of(*call);
   STREAMMOE_RETURN_IF_ERROR(expect_stats(stream.spec(), *expert_rows, *counts));
   ExpertWeights weights;
@@ -218,10 +199,7 @@ Status ring_forward(RingCall* call, int32_t ordinal, const ffi::Dictionary& dict
   cpu::Stream& stream = stream_of(*call);
   const CallSpec& spec = stream.spec();
   const RingShape& shape = call->ring->shape();
-  const int64_t num_pairs = spec.num_tokens * shape.top_k;
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, element_type(spec.problem.dtype), spec.num_tokens * shape.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
+  STREAMMOE_RETURN_IF_ERROR(expect_batch(spec.problem, spec.num_tokens, x, ids, topk_weights));
   STREAMMOE_RETURN_IF_ERROR(expect_stats(spec, *expert_rows, *counts));
   for (int64_t chunk = 0; chunk < spec.num_chunks; ++chunk) {
     const int64_t start = spec.chunk_bounds(chunk).first;

@@ -6,6 +6,11 @@
 
 namespace streammoe {
 
+Status RankStream::require_open(const std::string& ring_name, const char* what) const {
+  if (is_open()) return {};
+  return error(Code::kFailedPrecondition, "ring '", ring_name, "': ", what, " without open_stream");
+}
+
 Ring::Ring(std::string name, const RingShape& shape, int64_t num_groups, double timeout_s, StreamFactory make_stream)
     : name_(std::move(name)),
       shape_(shape),

@@ -29,6 +29,8 @@ class RankStream {
  public:
   virtual ~RankStream() = default;
   virtual bool is_open() const = 0;
+  // FailedPrecondition unless a stream is open; `what` is the call that needs it.
+  Status require_open(const std::string& ring_name, const char* what) const;
   // After an error: makes the ring terminal, tells the peers, and returns once nothing of the call touches memory.
   virtual void abort(const Status& why) = 0;
   // After the ring has failed: returns once nothing that this rank enqueued touches memory any more.

@@ -29,7 +29,34 @@ namespace {
 constexpr int64_t kAlign = 1024;
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
+// What both products of a pass share.
+GemmArgs product(const ExpertPass& pass, const Plan& plan) {
+  GemmArgs gemm;
+  gemm.blocks = plan.blocks, gemm.num_blocks = plan.totals, gemm.counters = plan.counters;
+  gemm.row_capacity = plan.row_capacity, gemm.block_capacity = plan.block_capacity;
+  gemm.num_experts = pass.num_experts, gemm.top_k = pass.top_k;
+  gemm.dtype = pass.dtype, gemm.activation = pass.activation, gemm.limit = pass.limit, gemm.num_sms = pass.num_sms;
+  return gemm;
+}
+
 }  // namespace
+
+GemmArgs up_product(const ExpertPass& pass, const Plan& plan) {
+  GemmArgs gemm = product(pass, plan);
+  gemm.a = pass.rows, gemm.out = pass.activations, gemm.depth = pass.hidden, gemm.width = pass.intermediate;
+  gemm.row_pair = pass.gather ? plan.row_pair : nullptr;
+  gemm.b0 = pass.weights.gate, gemm.b1 = pass.weights.up;
+  gemm.bias0 = pass.weights.b_gate, gemm.bias1 = pass.weights.b_up;
+  return gemm;
+}
+
+GemmArgs down_product(const ExpertPass& pass, const Plan& plan) {
+  GemmArgs gemm = product(pass, plan);
+  gemm.a = pass.activations, gemm.out = pass.out, gemm.depth = pass.intermediate, gemm.width = pass.hidden;
+  gemm.row_pair = pass.scatter ? plan.row_pair : nullptr, gemm.scatter = pass.scatter;
+  gemm.b0 = pass.weights.down, gemm.bias0 = pass.weights.b_down;
+  return gemm;
+}
 
 size_t forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts) {
   const int64_t rows = most_row_blocks(num_tokens * top_k, num_experts) * kBlockM;
@@ -61,39 +88,14 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
     if (cudaError_t e = launch_gather_rows(gather, plan, stream); e != cudaSuccess) return e;
   }
 
-  GemmArgs gemm;
-  gemm.blocks = plan.blocks;
-  gemm.num_blocks = plan.totals;
-  gemm.counters = plan.counters;
-  gemm.dtype = args.dtype;
-  gemm.row_capacity = plan.row_capacity;
-  gemm.block_capacity = plan.block_capacity;
-  gemm.num_experts = args.num_experts;
-  gemm.activation = args.activation;
-  gemm.limit = args.limit;
-  gemm.num_sms = args.num_sms;
-  gemm.a = fused ? args.x : rows;
-  gemm.row_pair = fused ? plan.row_pair : nullptr;
-  gemm.top_k = args.top_k;
-  gemm.out = act;
-  gemm.depth = args.hidden;
-  gemm.width = args.intermediate;
-  gemm.b0 = args.weights.gate;
-  gemm.b1 = args.weights.up;
-  gemm.bias0 = args.weights.b_gate;
-  gemm.bias1 = args.weights.b_up;
-  if (cudaError_t e = launch_gemm_up_sm90(gemm, stream); e != cudaSuccess) return e;
-
-  gemm.a = act;
-  gemm.row_pair = nullptr;
-  gemm.out = rows;
-  gemm.depth = args.intermediate;
-  gemm.width = args.hidden;
-  gemm.b0 = args.weights.down;
-  gemm.b1 = {};
-  gemm.bias0 = args.weights.b_down;
-  gemm.bias1 = {};
-  if (cudaError_t e = launch_gemm_down_sm90(gemm, stream); e != cudaSuccess) return e;
+  ExpertPass pass;
+  pass.weights = args.weights, pass.num_experts = args.num_experts;
+  pass.hidden = args.hidden, pass.intermediate = args.intermediate, pass.top_k = args.top_k;
+  pass.dtype = args.dtype, pass.activation = args.activation, pass.limit = args.limit, pass.num_sms = args.num_sms;
+  pass.rows = fused ? args.x : rows, pass.gather = fused;
+  pass.activations = act, pass.out = rows, pass.scatter = false;
+  if (cudaError_t e = launch_gemm_up_sm90(up_product(pass, plan), stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_gemm_down_sm90(down_product(pass, plan), stream); e != cudaSuccess) return e;
 
   const CombineArgs combine{rows, args.topk_weights, args.y, args.num_tokens, args.top_k, args.hidden, args.dtype};
   return launch_combine(combine, plan, stream);

@@ -107,6 +107,25 @@ struct GemmArgs {
 cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream, uint32_t* ctas = nullptr);
 cudaError_t launch_gemm_down_sm90(const GemmArgs& args, cudaStream_t stream);
 
+// The two products of the experts on a plan, as the layer, a wave of a stream and the rows of an exchange have them: up
+// from `rows` to `activations`, [row_capacity, I], down from there to `out`. Rows are in sorted order, or gathered by
+// the plan from tokens, and written in sorted order, or scattered by pair. Callers add what is theirs.
+struct ExpertPass {
+  ExpertWeights weights;
+  int64_t num_experts = 0, hidden = 0, intermediate = 0, top_k = 0;
+  DType dtype = DType::kBF16;
+  Activation activation = Activation::kSwiGLU;
+  float limit = std::numeric_limits<float>::infinity();
+  const void* rows = nullptr;
+  bool gather = true;
+  void* activations = nullptr;
+  void* out = nullptr;
+  bool scatter = true;
+  int32_t num_sms = 0;
+};
+GemmArgs up_product(const ExpertPass& pass, const Plan& plan);
+GemmArgs down_product(const ExpertPass& pass, const Plan& plan);
+
 // y[t] = RN(acc), acc = fmaf(weights[t, k], rows[row of (t, k)], acc) from +0 over ascending k, taken routes only.
 struct CombineArgs {
   const void* rows = nullptr;           // [row_capacity, H]

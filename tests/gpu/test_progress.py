@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,7 +15,7 @@ import pytest
 
 import jax_streammoe as sm
 from tests.gpu import native, sanitized
-from tests.helpers import oracle
+from tests.helpers import oracle, processes
 
 pytestmark = pytest.mark.gpu
 
@@ -75,15 +72,8 @@ def test_a_fresh_process_whose_first_call_is_a_stream(tmp_path, wanted, name):
     names, out = ["overlap", "serial", "moe"], tmp_path / "results.npz"
     # This process holds most of the GPU's memory already.
     env = os.environ | {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ENVIRONMENTS[name]
-    process = subprocess.Popen(
-        [sys.executable, sanitized.__file__, str(out), *names],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = process.communicate()[0] + f"\nkilled after {LIMIT_S} s"
+    process = processes.start(sanitized.__file__, out, *names, env=env)
+    output = processes.output_of(process, LIMIT_S)
     assert process.returncode == 0, output
     assert re.findall(r"^(\w+) ran on gpu$", output, re.M) == names, output
     with np.load(out) as results:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.gpu import native, sanitized
+from tests.helpers import processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -59,15 +57,8 @@ def run(tool: str, check: str, *command: object) -> tuple[int, str]:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
     }
-    process = subprocess.Popen(
-        [tool, *options, sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = process.communicate()[0] + f"\nkilled after {LIMIT_S} s"
+    process = processes.start(*command, env=env, before=[tool, *options])
+    output = processes.output_of(process, LIMIT_S)
     return process.returncode, output
 
 

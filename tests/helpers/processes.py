@@ -1,8 +1,8 @@
 """Starts the processes of a test that needs several, and shows what each of them printed when something is wrong.
 
-Contract: `python SCRIPT SCENARIO RANK PROCESSES PORT FOLDER` per rank, on a free port for jax.distributed; a process
-that is still there after the limit is killed, and the test fails. The environment is the test's own, without what it
-says about JAX's devices.
+Contract: `python SCRIPT SCENARIO RANK PROCESSES PORT FOLDER ...` per rank, on a free port for jax.distributed; a
+process that is still there after the limit is killed, and the test fails. The environment is the test's own, without
+what it says about JAX's devices.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 LIMIT_S = 120
 
 
 def run(
-    script: str | pathlib.Path, scenario: str, processes: int, folder: pathlib.Path, *,
+    script: str | pathlib.Path, scenario: str, processes: int, folder: pathlib.Path, *arguments: object,
     env: Sequence[dict[str, str]] = (), codes: Sequence[int] = (), limit_s: float = LIMIT_S,
 ) -> list[str]:  # fmt: skip
     """Runs all to their end; -> what each printed. `env`: of each rank; `codes`: exit status of each, 0 if empty."""
@@ -28,21 +28,11 @@ def run(
         port = probe.getsockname()[1]
     common = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     started = [
-        subprocess.Popen(
-            [sys.executable, str(script), scenario, *map(str, (rank, processes, port, folder))],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env=common | (env[rank] if env else {}),
-        )
+        start(script, scenario, rank, processes, port, folder, *arguments, env=common | (env[rank] if env else {}))
         for rank in range(processes)
-    ]  # fmt: skip
-    outputs = []
+    ]
     try:
-        for process in started:
-            try:
-                outputs.append(process.communicate(timeout=limit_s)[0])
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                outputs.append(process.communicate()[0] + f"\nkilled after {limit_s} s")
+        outputs = [output_of(process, limit_s) for process in started]
     finally:
         for process in started:
             if process.poll() is None:
@@ -52,3 +42,20 @@ def run(
     report = "\n".join(f"--- exit {code}\n{text}" for code, text in zip(ended, outputs, strict=True))
     assert ended == (list(codes) or [0] * processes), report
     return outputs
+
+
+def start(*arguments: object, env: Mapping[str, str], before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Starts `python *arguments`, behind a command that runs it if one is given, in a session of its own."""
+    return subprocess.Popen(
+        [*before, sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env,
+    )  # fmt: skip
+
+
+def output_of(process: subprocess.Popen[str], limit_s: float) -> str:
+    """All that a process prints until it ends; it and its children are killed after `limit_s` seconds."""
+    try:
+        return process.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0] + f"\nkilled after {limit_s} s"

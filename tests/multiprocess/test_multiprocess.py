@@ -6,18 +6,13 @@ what each process printed when something is wrong, and looks at /dev/shm at its 
 
 from __future__ import annotations
 
-import os
 import pathlib
-import signal
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from tests.helpers import ranks
+from tests.helpers import processes, ranks
 from tests.multiprocess import worker
 
 pytestmark = pytest.mark.multiprocess
@@ -28,36 +23,8 @@ def segments():
     return {p.name for p in pathlib.Path("/dev/shm").glob("streammoe-*")}
 
 
-def run(scenario, processes, devices, folder):
-    """Starts the processes and waits for all; -> their outputs. Kills what is left after LIMIT_S."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    started = [
-        subprocess.Popen(
-            [sys.executable, worker.__file__, scenario, *map(str, (rank, processes, devices, port, folder))],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True,
-        )
-        for rank in range(processes)
-    ]  # fmt: skip
-    outputs = []
-    try:
-        for process in started:
-            try:
-                outputs.append(process.communicate(timeout=LIMIT_S)[0])
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                outputs.append(process.communicate()[0] + f"\nkilled after {LIMIT_S} s")
-    finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    codes = [p.returncode for p in started]
-    report = "\n".join(f"--- exit {code}\n{text}" for code, text in zip(codes, outputs, strict=True))
-    assert not any(codes), report
-    return outputs
+def run(scenario, count, devices, folder):
+    return processes.run(worker.__file__, scenario, count, folder, devices, limit_s=LIMIT_S)
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +35,10 @@ def nothing_left_in_shared_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 1), (2, 2), (4, 1)], ids=["2x1", "2x2", "4x1"])
-def test_same_bits_as_one_process(tmp_path, processes, devices):
-    num_ranks = processes * devices
-    run("same", processes, devices, tmp_path)
+@pytest.mark.parametrize(("count", "devices"), [(2, 1), (2, 2), (4, 1)], ids=["2x1", "2x2", "4x1"])
+def test_same_bits_as_one_process(tmp_path, count, devices):
+    num_ranks = count * devices
+    run("same", count, devices, tmp_path)
     problem, mesh = worker.problem_of(num_ranks), ranks.mesh_of(num_ranks)
     args = worker.place(problem, mesh)
     run_here = worker.program(worker.layer_of(problem, mesh, "serial"), "serial")

@@ -231,7 +231,7 @@ def killed(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
 
 
 def main() -> None:
-    scenario, rank, processes, devices, port, folder = sys.argv[1:]
+    scenario, rank, processes, port, folder, devices = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
