@@ -22,6 +22,7 @@ from .reference import reference, unweighted_rows
 
 KERNEL_DTYPES = (DTYPE_CODES[np.dtype(jnp.bfloat16)], DTYPE_CODES[np.dtype(np.float16)])
 MAX_LOCAL_EXPERTS = 1024  # kMaxLocalExperts of cc/host/heuristics.h; a test compares them
+MAX_ROUTES = 2**31 - 1 - 128 * MAX_LOCAL_EXPERTS  # kMaxPlanPairs of the same file
 COMPUTE_CAPABILITY = "9.0"  # the kernels are sm_90a code, which runs on no other
 
 
@@ -30,8 +31,8 @@ def has_kernels(spec: LayerSpec) -> bool:
     return spec.config.dtype_code in KERNEL_DTYPES and spec.num_local_experts <= MAX_LOCAL_EXPERTS
 
 
-def check_ring(config: MoEConfig, num_ranks: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ValueError unless the kernels can serve a ring of this layer on these GPUs.
+def check_ring(config: MoEConfig, num_ranks: int, pool_tokens: int, devices: Sequence[jax.Device]) -> None:
+    """Raises ValueError unless the kernels can serve a ring of this layer and size on these GPUs.
 
     Every process looks at its own GPUs; that all are on one host is known when the processes meet.
     """
@@ -52,6 +53,11 @@ def check_ring(config: MoEConfig, num_ranks: int, devices: Sequence[jax.Device])
         raise ValueError(
             f"a ring on GPUs takes at most {MAX_LOCAL_EXPERTS} experts per rank, got {config.num_experts} on "
             f"{num_ranks}"
+        )
+    if pool_tokens * config.top_k > MAX_ROUTES:
+        raise ValueError(
+            f"num_ranks * num_slots * chunk_tokens * top_k must be at most {MAX_ROUTES} on a GPU, got "
+            f"{pool_tokens * config.top_k}"
         )
 
 
