@@ -95,6 +95,16 @@ int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, in
 #endif
 }
 
+int64_t cuda_backward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
+                            int64_t num_experts, bool gated) {
+#ifdef STREAMMOE_WITH_CUDA
+  return ffi_glue::cuda_backward_bytes(num_tokens, top_k, hidden, intermediate, num_experts, gated);
+#else
+  (void)num_tokens, (void)top_k, (void)hidden, (void)intermediate, (void)num_experts, (void)gated;
+  throw std::runtime_error("jax_streammoe was built without CUDA");
+#endif
+}
+
 std::shared_ptr<RankStream> make_cpu_stream(Ring* ring, int64_t group, int64_t rank) {
   return std::make_shared<cpu::Stream>(ring, group, rank);
 }
@@ -224,6 +234,8 @@ NB_MODULE(_jax_streammoe, m) {
   m.def("cuda_handlers", &cuda_handlers);
   m.def("cuda_forward_bytes", &cuda_forward_bytes, nb::arg("num_tokens"), nb::arg("top_k"), nb::arg("hidden"),
         nb::arg("intermediate"), nb::arg("num_experts"));
+  m.def("cuda_backward_bytes", &cuda_backward_bytes, nb::arg("num_tokens"), nb::arg("top_k"), nb::arg("hidden"),
+        nb::arg("intermediate"), nb::arg("num_experts"), nb::arg("gated"));
   m.def("default_threads", &cpu::default_threads);
   m.def("ring_layout", &layout_dict, nb::arg("shape"));
   m.def("ring_create", &ring_create, nb::arg("name"), nb::arg("shape"), nb::arg("num_groups"), nb::arg("timeout_s"),

@@ -1,9 +1,9 @@
 """The layer on one CUDA device, and the halves of an exchange: kernels where there are any, elsewhere plain JAX.
 
-Contract: bfloat16 or float16 and at most 1,024 local experts, on sm_90a, run the kernels of cc/kernels; float32, more
-experts, and the backward go through plain JAX, slower and not bitwise equal to the kernels. Programs are traced for
-both platforms and lowered for one: local.py chooses with lax.platform_dependent; a ring knows its platform. Statistics
-of batch-ready calls are counted in JAX from the ids, and only where used.
+Contract: bfloat16 or float16 and at most 1,024 local experts, on sm_90a, run the kernels of cc/kernels, forward and
+backward; float32 and more experts go through plain JAX, slower and not bitwise equal to the kernels. Programs are
+traced for both platforms and lowered for one: local.py chooses with lax.platform_dependent; a ring knows its platform.
+Statistics of batch-ready calls are counted in JAX from the ids, and only where used.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from .reference import reference, unweighted_rows
 
 KERNEL_DTYPES = (DTYPE_CODES[np.dtype(jnp.bfloat16)], DTYPE_CODES[np.dtype(np.float16)])
 MAX_LOCAL_EXPERTS = 1024  # kMaxLocalExperts of cc/host/heuristics.h; a test compares them
+MAX_ROUTES = 2**31 - 1 - 128 * MAX_LOCAL_EXPERTS  # kMaxPlanPairs of the same file
 COMPUTE_CAPABILITY = "9.0"  # the kernels are sm_90a code, which runs on no other
 
 
 def has_kernels(spec: LayerSpec) -> bool:
-    """Whether the forward of this layer runs kernels of the library rather than plain JAX."""
+    """Whether this layer runs kernels of the library rather than plain JAX."""
     return spec.config.dtype_code in KERNEL_DTYPES and spec.num_local_experts <= MAX_LOCAL_EXPERTS
 
 
-def check_ring(config: MoEConfig, num_ranks: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ValueError unless the kernels can serve a ring of this layer on these GPUs.
+def check_ring(config: MoEConfig, num_ranks: int, pool_tokens: int, devices: Sequence[jax.Device]) -> None:
+    """Raises ValueError unless the kernels can serve a ring of this layer and size on these GPUs.
 
     Every process looks at its own GPUs; that all are on one host is known when the processes meet.
     """
@@ -52,6 +53,11 @@ def check_ring(config: MoEConfig, num_ranks: int, devices: Sequence[jax.Device])
         raise ValueError(
             f"a ring on GPUs takes at most {MAX_LOCAL_EXPERTS} experts per rank, got {config.num_experts} on "
             f"{num_ranks}"
+        )
+    if pool_tokens * config.top_k > MAX_ROUTES:
+        raise ValueError(
+            f"num_ranks * num_slots * chunk_tokens * top_k must be at most {MAX_ROUTES} on a GPU, got "
+            f"{pool_tokens * config.top_k}"
         )
 
 
@@ -121,11 +127,14 @@ def rows_backward(
     spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
     experts: Experts,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
-    """Gradients of weighted rows: -> token, dx_rows [N, K, H], d_weights [N, K] f32, of the experts; in plain JAX.
+    """Gradients of weighted rows: -> token, dx_rows [N, K, H], d_weights [N, K] f32, of the experts.
 
-    The whole d_x of a token lies in the row of the first of its routes that are taken here, the others are 0: every
-    expert works on all N tokens as it is, and would on N * K with a row for each route.
+    In plain JAX the whole d_x of a token lies in the row of the first of its routes that are taken here, the others are
+    0: every expert works on all N tokens as it is, and would on N * K with a row for each route.
     """
+    if has_kernels(spec):
+        dx_shape = (*local_ids.shape, x.shape[-1])
+        return token, *_gradients("rows_backward", spec, dx_shape, x, dy, local_ids, weights, experts)
     # As float32, so that the sum over experts is one.
     expert_rows, pullback, taken = jax.vjp(
         lambda x, experts: _plain_rows(spec, x, local_ids, experts), x.astype(jnp.float32), experts, has_aux=True
@@ -160,9 +169,36 @@ def _workspace(spec: LayerSpec, x: jax.Array, like: jax.Array | None = None, *, 
 def backward(
     spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> tuple[jax.Array, jax.Array, Experts]:
-    """-> dx [T, H], d_weights [T, K] f32, gradients of the six expert tensors; through plain JAX."""
-    _, pullback = jax.vjp(lambda *args: _reference(spec, ids, *args), x, weights, experts)
-    return pullback(dy)
+    """x, dy [T, H], ids [T, K] int32, weights [T, K] f32 -> dx [T, H], d_weights [T, K] f32, gradients of `experts`.
+
+    The kernels' memory beside the results: 2 R (2 H + 3 I) bytes (2 I, ungated), and 4 R (1 + I / 64), of R = T * K
+    rows and up to 127 more for each expert that has rows.
+    """
+    if not has_kernels(spec):
+        _, pullback = jax.vjp(lambda *args: _reference(spec, ids, *args), x, weights, experts)
+        return pullback(dy)
+    return _gradients("backward", spec, x.shape, x, dy, ids, weights, experts)
+
+
+def _gradients(
+    name: str, spec: LayerSpec, dx_shape: tuple[int, ...], x: jax.Array, dy: jax.Array, ids: jax.Array,
+    weights: jax.Array, experts: Experts,
+) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
+    """Calls a backward handler, whose first result has dx_shape; the last, its workspace, is dropped."""
+    config = spec.config
+    num_bytes = ffi.compiled.cuda_backward_bytes(
+        x.shape[0], config.top_k, config.hidden, config.intermediate, spec.num_local_experts, config.is_gated
+    )
+    results = (
+        ffi.like(x, dx_shape, x.dtype),
+        ffi.like(x, weights.shape, np.float32),
+        *(ffi.like(e, e.shape, e.dtype) for e in experts),
+        ffi.like(x, (max(1, num_bytes),), np.uint8),
+    )
+    operands = (x, dy, ids, weights, *experts)
+    dx, d_weights, *d_experts, _ = ffi.call(name, results, *operands, attributes=spec.attributes())
+    gate, up, down, b_gate, b_up, b_down = d_experts
+    return dx, d_weights, (gate, up, down, b_gate, b_up, b_down)
 
 
 def _reference(spec: LayerSpec, ids: jax.Array, x: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:

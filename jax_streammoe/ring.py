@@ -235,12 +235,12 @@ def make_ring(
     config.local_experts(num_ranks)
     members = [_member(device, n // num_ranks, n % num_ranks) for n, device in enumerate(devices)]
     platform = "cuda" if devices[0].platform == "gpu" else "cpu"
-    if platform == "cuda":
-        cuda.check_ring(config, num_ranks, devices)
     shape = ring_shape(
         config, chunk_tokens=chunk_tokens, num_slots=num_slots, num_ranks=num_ranks, pool_tokens=pool_tokens,
         platform=platform,
     )  # fmt: skip
+    if platform == "cuda":
+        cuda.check_ring(config, num_ranks, shape.pool_tokens, devices)
     most = num_ranks * num_slots * chunk_tokens
     if platform == "cuda" and shape.pool_tokens != most:
         raise ValueError(f"pool_tokens must be {most} (R*S*C) on a GPU, got {shape.pool_tokens}: leave it out")

@@ -209,6 +209,39 @@ def test_the_batch_ready_layer_is_called_once_and_captured(name):
     program = gpu.compile_program(lambda x, weights: net(x, weights, None), x, weights)
     assert len(program.calls("forward")) == 1
     gpu.assert_captured(program, "forward")
+    if "gradient" in name:
+        assert len(program.calls("backward")) == 1
+        gpu.assert_captured(program, "backward")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
+def test_the_gradient_of_a_layer_is_one_call_and_captured(dtype):
+    config = dataclasses.replace(CONFIG, dtype=dtype, use_bias=True)
+
+    def pullback(ids, dy, *operands):
+        def run(x, topk_weights, gate, up, down, b_gate, b_up, b_down):
+            biases = dict(b_gate_up=(b_gate, b_up), b_down=b_down)
+            return sm.moe(x, ids, topk_weights, (gate, up), down, config=config, **biases)
+
+        return jax.vjp(run, *operands)[1](dy)
+
+    shapes = ((T, H), (T, K), (E, H, I), (E, H, I), (E, I, H), (E, I), (E, I), (E, H))
+    dtypes = (dtype, jnp.float32, *(dtype,) * 6)
+    operands = [gpu.abstract(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    ids, dy = gpu.abstract((T, K), jnp.int32), gpu.abstract((T, H), dtype)
+    program = gpu.compile_program(pullback, ids, dy, *operands, options={"xla_gpu_graph_min_graph_size": 1})
+    if dtype == jnp.float32:
+        assert not program.calls("backward")  # plain JAX
+        return
+    # Nothing else is computed: not the forward, whose y is not asked for, and no product of XLA's.
+    assert len(program.calls("backward")) == 1 and not program.calls("forward")
+    assert " dot(" not in program.text and "gemm" not in program.text
+    gpu.assert_captured(program, "backward")
+
+
+@pytest.mark.parametrize("name", ["gradient of scan", "gradient of scan with remat"])
+def test_the_gradient_of_a_stream_is_one_call(name):
+    assert len(compiled(name)[0].calls("backward")) == 1
 
 
 # Over ranks without a ring: collectives of XLA's, and the halves of the layer between them.
@@ -235,16 +268,16 @@ def exchanged(call, dtype=jnp.bfloat16, split=0, **options):
     return gpu.compile_program(jax.grad(loss, (0, 1, 2, 3)), *args, **options)
 
 
-HALVES = ("rows", "combine", "check_ids", "backward", "forward")
+HALVES = ("rows", "combine", "rows_backward", "check_ids", "backward", "forward")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("call", ["moe", "stream", "gradient"])
 def test_the_exchange_moves_what_it_must(call, dtype):
     program = exchanged(call, dtype)
-    combines = 2 if call == "gradient" else 1  # of y, and of d_x; the gradient of a rank's rows is plain JAX
+    backwards = int(call == "gradient")  # one call for the gradients of a rank's rows, and d_x is combined like y
     calls = [len(program.calls(name)) for name in HALVES]
-    assert calls == ([1, combines, 0, 0, 0] if dtype != jnp.float32 else [0] * 5)
+    assert calls == ([1, 1 + backwards, backwards, 0, 0, 0] if dtype != jnp.float32 else [0] * 6)
     assert "all-to-all" in program.text and not moved_by_itself(program)
     # The router's gradient is summed over ranks, nothing else.
     assert ("all-reduce" in program.text) == (call == "gradient")
@@ -257,7 +290,7 @@ def moved_by_itself(program):
 
 def test_command_buffers_may_hold_the_halves_of_the_exchange():
     program = exchanged("gradient", options={"xla_gpu_graph_min_graph_size": 1})
-    for name in ("rows", "combine"):
+    for name in ("rows", "combine", "rows_backward"):
         gpu.assert_captured(program, name)
 
 

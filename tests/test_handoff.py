@@ -294,10 +294,19 @@ def test_gpus_of_several_processes_are_not_refused(monkeypatch):
     config = MoEConfig(8, 2, 64, 64, dtype=jnp.bfloat16)
     here = SimpleNamespace(process_index=0, compute_capability="9.0")
     there = SimpleNamespace(process_index=1, compute_capability=None)  # not known here
-    cuda.check_ring(config, 2, [here, there])
+    cuda.check_ring(config, 2, 64, [here, there])
     here.compute_capability = "8.0"
     with pytest.raises(ValueError, match=r"^the kernels need compute capability 9\.0, .* has 8\.0$"):
-        cuda.check_ring(config, 2, [here, there])
+        cuda.check_ring(config, 2, 64, [here, there])
+
+
+def test_more_routes_than_a_plan_holds_are_refused_before_memory_is_asked_for(monkeypatch):
+    monkeypatch.setattr(ffi, "compiled", SimpleNamespace(WITH_CUDA=True))
+    config = MoEConfig(8, 8, 8, 8, dtype=jnp.bfloat16)
+    most = cuda.MAX_ROUTES // 8
+    cuda.check_ring(config, 1, most, [])
+    with pytest.raises(ValueError, match=rf"top_k must be at most {cuda.MAX_ROUTES} on a GPU, got {8 * (most + 1)}$"):
+        cuda.check_ring(config, 1, most + 1, [])
 
 
 class TestMemoryThatCannotBeAPeers:

@@ -6,5 +6,5 @@ mode=${1:-release}
 flags="-gencode=arch=compute_90a,code=sm_90a -std=c++20 -O3 -Icc -Xcompiler -fPIC,-Wall -cudart static"
 [ "$mode" = debug ] && flags="$flags -DSTREAMMOE_WAIT_DEADLINE=2000000000ll" || flags="$flags -DNDEBUG"
 mkdir -p build_gpu
-nvcc $flags -shared cc/kernels/*.cu benchmarks/gpu/capi.cu -o "build_gpu/libkernels_$mode.so"
+nvcc $flags -shared cc/kernels/*.cu cc/host/call.cc benchmarks/gpu/capi.cu benchmarks/gpu/capi_backward.cu -o "build_gpu/libkernels_$mode.so"
 [ "${2:-}" = bits ] && nvcc $flags benchmarks/gpu/bit_test.cu -o build_gpu/bit_test || true

@@ -64,23 +64,31 @@ struct TileQueue {
   __device__ __forceinline__ TileQueue(uint32_t slot_, uint32_t full_, uint32_t empty_)
       : slot(slot_), full(full_), empty(empty_) {}
 
-  // Called by a whole warp (kWarp) or by the one thread that works in it; lane 0 answers for the reader.
+  // The next message, whose last word is 0 when nothing is left. Called by a whole warp (kWarp) or by the one thread
+  // that works in it; lane 0 answers for the reader.
   template <bool kWarp>
-  __device__ __forceinline__ bool next(Tile& tile, int lane) {
+  __device__ __forceinline__ bool receive(int4& message, int lane) {
     // The message of the scheduler in CTA 0, which completes on this CTA's barrier as multicast boxes do. An acquire at
     // cluster scope would add only an invalidation of L1, where shared memory never is.
     mbar_wait(full, phase, "the next tile");
     phase ^= 1;
-    const int4 message = load_shared_16(slot);
-    tile.expert = message.x;
-    tile.block = message.y;
-    tile.n_tile = message.z;
-    tile.rows = message.w & 0xff;
-    tile.share_rows = (message.w >> 8) != 0;
-    if (tile.rows == 0) return false;
+    message = load_shared_16(slot);
+    if (message.w == 0) return false;
     if constexpr (kWarp) __syncwarp();  // every lane has its copy before lane 0 frees the entry
     if (lane == 0) mbar_arrive_cluster(empty, 0);
     return true;
+  }
+
+  template <bool kWarp>
+  __device__ __forceinline__ bool next(Tile& tile, int lane) {
+    int4 message;
+    if (!receive<kWarp>(message, lane)) return false;
+    tile = decode(message);
+    return true;
+  }
+
+  static __device__ __forceinline__ Tile decode(const int4& message) {
+    return {message.x, message.y, message.z, message.w & 0xff, (message.w >> 8) != 0};
   }
 };
 

@@ -29,5 +29,8 @@ Status cuda_forward(cudaStream_t stream, const ExpertProblem& problem, int64_t c
 // Bytes of the workspace that `forward` needs on CUDA; with hidden = 0, of the one that `rows` needs.
 int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
                            int64_t num_experts);
+// Bytes of the workspace that `backward` needs on CUDA.
+int64_t cuda_backward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
+                            int64_t num_experts, bool gated);
 
 }  // namespace streammoe::ffi_glue

@@ -48,4 +48,9 @@ inline constexpr bool gather_in_gemm(int64_t num_pairs, int64_t num_experts, int
   return intermediate < 8192 && num_pairs >= 8 * num_experts;
 }
 
+// Whether the tiles of a weight gradient walk along its rows first. Both operands are read by every tile of a row or a
+// column of tiles: the shorter side is walked first, so that its operand stays in L2 while the longer one is read once.
+// At mixtral's W_down (I = 14336 by H = 4096, 2048 rows) the other order reads 58 MB again for each of 16 column tiles.
+inline constexpr bool gradient_rows_first(int64_t row_pairs, int64_t column_tiles) { return row_pairs <= column_tiles; }
+
 }  // namespace streammoe

@@ -50,7 +50,7 @@ __device__ __forceinline__ Routes load_routes(const CombineParams& p, int64_t to
     } else {
       routes.row = p.pair_row[pair];
     }
-    routes.weight = p.topk_weights[pair];
+    routes.weight = p.topk_weights == nullptr ? 1.0f : p.topk_weights[pair];
   }
   return routes;
 }

@@ -4,6 +4,7 @@
 // done. The up product gathers its rows from x, or they are first copied into the memory that the down product then
 // reuses; both give the same bits. Five or six launches, none of which waits for the host.
 // Trade-off: memory for row_capacity rows of H and of I, whatever the routing turns out to be; nothing is read back.
+#include "kernels/backward.h"
 #include "kernels/launch.h"
 
 namespace streammoe::sm90 {
@@ -17,7 +18,7 @@ cudaError_t prepare_stream();
 
 cudaError_t prepare_device() {
   for (const auto prepare : {prepare_plan, prepare_gemm_up_sm90, prepare_gemm_down_sm90, prepare_gather_rows,
-                             prepare_combine, prepare_stream}) {
+                             prepare_combine, prepare_stream, prepare_backward}) {
     if (cudaError_t e = prepare(); e != cudaSuccess) return e;
   }
   return cudaSuccess;

@@ -129,7 +129,7 @@ GemmArgs down_product(const ExpertPass& pass, const Plan& plan);
 // y[t] = RN(acc), acc = fmaf(weights[t, k], rows[row of (t, k)], acc) from +0 over ascending k, taken routes only.
 struct CombineArgs {
   const void* rows = nullptr;           // [row_capacity, H]
-  const float* topk_weights = nullptr;  // [T, K]
+  const float* topk_weights = nullptr;  // [T, K]; nullptr: all 1, as gradients are summed
   void* y = nullptr;                    // [T, H]
   int64_t num_tokens = 0, top_k = 0, hidden = 0;
   DType dtype = DType::kBF16;  // of rows and y: kBF16 or kF16

@@ -23,16 +23,17 @@ EncodeTiled find_encoder() {
 }
 
 cudaError_t encode(CUtensorMap* map, DType dtype, const void* data, cuuint32_t rank, const cuuint64_t* dims,
-                   const cuuint64_t* strides) {
+                   const cuuint64_t* strides, cuuint32_t box_columns = 64) {
   static const EncodeTiled encoder = find_encoder();
   if (encoder == nullptr) return cudaErrorNotSupported;
   if (dtype == DType::kF32) return cudaErrorInvalidValue;
   const auto type = dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const cuuint32_t box[3] = {64, 64, 1};
+  const cuuint32_t box[3] = {box_columns, 64, 1};
+  const auto swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult result =
       encoder(map, type, rank, const_cast<void*>(data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -42,6 +43,12 @@ cudaError_t encode_rows(CUtensorMap* map, DType dtype, const void* data, int64_t
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
   return encode(map, dtype, data, 2, dims, strides);
+}
+
+cudaError_t encode_rows_narrow(CUtensorMap* map, DType dtype, const void* data, int64_t rows, int64_t columns) {
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+  return encode(map, dtype, data, 2, dims, strides, 32);
 }
 
 cudaError_t encode_experts(CUtensorMap* map, DType dtype, const void* data, int64_t experts, int64_t depth,

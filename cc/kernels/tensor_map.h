@@ -18,6 +18,8 @@ namespace streammoe::sm90 {
 
 // [rows, columns] row-major, contiguous, bf16 or f16.
 cudaError_t encode_rows(CUtensorMap* map, DType dtype, const void* data, int64_t rows, int64_t columns);
+// The same with boxes of 64 rows x 32 columns and the 64-byte swizzle.
+cudaError_t encode_rows_narrow(CUtensorMap* map, DType dtype, const void* data, int64_t rows, int64_t columns);
 // [experts, depth, columns]: strides in elements, columns contiguous.
 cudaError_t encode_experts(CUtensorMap* map, DType dtype, const void* data, int64_t experts, int64_t depth,
                            int64_t columns, int64_t expert_stride, int64_t row_stride);

@@ -1,7 +1,8 @@
 """What the tests of corners on CUDA share: one shape, so that one program per way in serves many tests, and checks.
 
-Contract: y is compared with the oracle as everywhere. Gradients of half-precision layers go through plain JAX, which
-promises values and no bits: `assert_near` compares them, and `check_all` a whole result, within roundings.
+Contract: y is compared with the oracle as everywhere. Gradients are values here, because some of them are plain JAX's
+(float32, many experts, ranks): `assert_near` compares them, and `check_all` a whole result, within roundings. The bits
+of the kernels' gradients are compared in test_backward.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A few small calls of the layer in a process of their own: `python sanitized.py OUT CALL...`.
 
-Contract: runs the calls named on the command line, in this order, and writes y of each, as the bits of its dtype, to
-OUT (.npz). A call is a problem and a way to run it, fixed by its name, so whoever started the process can compute the
-same y; the first name is the first thing that the process does on its GPU. The names cover every kernel, with tails in
-every dimension. Trade-off: no gradient, which is plain JAX; nothing here draws random numbers or multiplies on the GPU,
-so that a sanitizer has little to do beside the library's kernels.
+Contract: runs the calls named on the command line, in this order, and writes the bytes of y, or of all gradients, of
+each to OUT (.npz). A call is a problem and a way to run it, fixed by its name, so whoever started the process can
+compute the same; the first name is the first thing that the process does on its GPU. The names cover every kernel, with
+tails in every dimension. Trade-off: nothing here draws random numbers or multiplies on the GPU, so that a sanitizer has
+little to do beside the library's kernels.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ FEW = dict(T=20, H=136, I=72, E=12, K=3)
 
 
 class Call(NamedTuple):
-    """Keywords of `make_problem`; of `make_ring` and `stream_moe`, None for the batch-ready call."""
+    """Keywords of `make_problem`; of `make_ring` and `stream_moe`, None for the batch-ready call; whether to take the
+    gradients of that call instead of y."""
 
     problem: dict[str, Any]
     ring: dict[str, Any] | None = None
     stream: dict[str, Any] | None = None
+    gradient: bool = False
 
 
 _RING = dict(chunk_tokens=256, num_slots=2)
@@ -53,6 +55,8 @@ CALLS = {
         dict(chunk_tokens=64, num_slots=4),
         dict(policy="overlap", schedule="chunk", chunks=None),
     ),
+    "gradient": Call(WAVES | dict(use_bias=True), gradient=True),
+    "gradient_half": Call(FEW | dict(dtype=jnp.float16, use_bias=True, activation="relu2", capacity=4), gradient=True),
 }
 
 
@@ -69,12 +73,15 @@ def make_ring(name: str) -> sm.Ring | None:
     return sm.make_ring(problem_of(name).config, name=f"sanitized-{name}", timeout_s=TIMEOUT_S, **options)
 
 
-def program(name: str) -> Callable[..., tuple[jax.Array, Any]]:
-    """The call as `run(problem, ring) -> (y, ring)`, compiled once."""
+def program(name: str) -> Callable[..., tuple[Any, Any]]:
+    """The call as `run(problem, ring) -> (y or gradients, ring)`, compiled once."""
 
     @functools.partial(jax.jit, static_argnames="config", donate_argnames="ring")
-    def jitted(args, biases, config, ring):
+    def jitted(args, biases, dy, config, ring):
         x, ids, weights, *experts = args
+        if CALLS[name].gradient:
+            layer = lambda x, weights, experts, biases: sm.moe(x, ids, weights, *experts, config=config, **biases)
+            return jax.vjp(layer, x, weights, experts, biases)[1](dy), None
         if ring is None:
             return sm.moe(*args, config=config, **biases), None
         y, ring, _ = sm.stream_moe(
@@ -84,20 +91,20 @@ def program(name: str) -> Callable[..., tuple[jax.Array, Any]]:
         return y, ring
 
     def run(problem, ring):
-        return jitted(problem.args, dict(b_gate_up=problem.b_gate_up, b_down=problem.b_down), problem.config, ring)
+        biases = dict(b_gate_up=problem.b_gate_up, b_down=problem.b_down)
+        return jitted(problem.args, biases, problem.dy, problem.config, ring)
 
     return run
 
 
 def batch_ready(name: str) -> np.ndarray:
-    """Bits of y of the call's problem from the batch-ready call of this process: what every process must get."""
-    problem = problem_of(name)
-    return bits(jax.jit(functools.partial(sm.moe, **problem.kwargs))(*problem.args))
+    """Bytes of the call's result from the batch-ready call of this process: what every process must get."""
+    return raw_bytes(program(name)(problem_of(name), None)[0])
 
 
-def bits(y: jax.Array) -> np.ndarray:
-    """y [T, H] as uint16."""
-    return np.asarray(y).view(np.uint16)
+def raw_bytes(results: Any) -> np.ndarray:
+    """The arrays of a pytree, one behind the other, as uint8."""
+    return np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in jax.tree.leaves(results)])
 
 
 def main(out: str, *names: str) -> None:
@@ -105,12 +112,12 @@ def main(out: str, *names: str) -> None:
     results = {}
     for name in names:
         problem = problem_of(name)
-        y, ring = program(name)(problem, make_ring(name))
-        results[name] = bits(y)
+        result, ring = program(name)(problem, make_ring(name))
+        results[name] = raw_bytes(result)
         if ring is not None:
             ring.check()
             sm.close_ring(ring)
-        print(f"{name} ran on {next(iter(y.devices())).platform}", flush=True)
+        print(f"{name} ran on {next(iter(jax.tree.leaves(result)[0].devices())).platform}", flush=True)
     np.savez(out, **results)
 
 

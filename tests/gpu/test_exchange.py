@@ -1,7 +1,8 @@
 """The `xla` transport on GPUs: the kernels between XLA's collectives give the bits of the batch-ready layer.
 
 A mesh of one device needs one GPU, and so do ranks that are computed one after the other on it, which is what shows how
-the halves treat routes of others. Two GPUs are compared with one. Gradients come through plain JAX: values, no bits.
+the halves treat routes of others. Two GPUs are compared with one. Gradients are values here; their bits are compared in
+test_backward.py.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_a_ring_that_goes_while_a_stream_is_open_on_it(problem, new_ring, how):
 
 def test_too_many_routes_are_refused_when_the_ring_is_made():
     config = sm.MoEConfig(8, 8, 8, 8, dtype=jnp.bfloat16)
-    with pytest.raises(Exception, match="top_k must be at most"):
+    with pytest.raises(ValueError, match="top_k must be at most"):
         sm.make_ring(config, chunk_tokens=2**20, num_slots=300, name="too many routes")
 
 
