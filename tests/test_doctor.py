@@ -70,9 +70,11 @@ def test_doctor_says_why_cuda_kernels_cannot_run(monkeypatch, driver, plugins, t
 
 
 def test_cuda_kernels_take_as_many_experts_and_routes_as_their_plan_can_hold():
-    header = (pathlib.Path(__file__).parents[1] / "cc" / "host" / "heuristics.h").read_text()
+    cc = pathlib.Path(__file__).parents[1] / "cc"
+    header = (cc / "host" / "heuristics.h").read_text()
     assert f"kMaxLocalExperts = {cuda.MAX_LOCAL_EXPERTS};" in header
     assert "kMaxPlanPairs = std::numeric_limits<int32_t>::max() - kBlockM * kMaxLocalExperts;" in header
-    assert "kBlockM = 128;" in header and cuda.MAX_ROUTES == 2**31 - 1 - 128 * cuda.MAX_LOCAL_EXPERTS
+    assert "kBlockM = 128;" in (cc / "device" / "block_info.h").read_text()
+    assert cuda.MAX_ROUTES == 2**31 - 1 - 128 * cuda.MAX_LOCAL_EXPERTS
     config = sm.MoEConfig(2048, 2, 16, 8, dtype=jnp.bfloat16)
     assert cuda.has_kernels(ops.LayerSpec(config, 1024)) and not cuda.has_kernels(ops.LayerSpec(config, 1025))
