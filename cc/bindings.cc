@@ -14,6 +14,7 @@
 #include "cpu/threads.h"
 #ifdef STREAMMOE_WITH_CUDA
 #include "cuda/peer_memory.h"
+#include "ffi/cuda_backward.h"
 #include "ffi/cuda_layer.h"
 #include "ffi/cuda_ring.h"
 #endif
@@ -75,7 +76,8 @@ nb::dict handlers() {
 nb::dict cuda_handlers() {
   nb::dict d;
 #ifdef STREAMMOE_WITH_CUDA
-  for (const auto& table : {ffi_glue::cuda_layer_handlers(), ffi_glue::cuda_ring_handlers()}) {
+  for (const auto& table :
+       {ffi_glue::cuda_layer_handlers(), ffi_glue::cuda_backward_handlers(), ffi_glue::cuda_ring_handlers()}) {
     for (const auto& handler : table) {
       if (!d.contains(handler.name)) d[handler.name] = nb::dict();
       nb::cast<nb::dict>(d[handler.name])[handler.stage] = nb::capsule(handler.address, "xla._CUSTOM_CALL_TARGET");

@@ -180,25 +180,56 @@ def backward(
     return _gradients("backward", spec, x.shape, x, dy, ids, weights, experts)
 
 
+def ring_backward(
+    spec: LayerSpec, num_ranks: int, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array,
+    weights: jax.Array, experts: Experts,
+) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
+    """`backward` over the ranks of the ring `spec.ring`, which exchange through its memory -> token and the gradients.
+
+    x, dy [T, H], ids of all ranks' experts [T, K], weights [T, K] of this rank, T at most S*C; of `experts` the sums
+    over the tokens of all ranks, in rank order. All ranks make their calls on a ring in one order, which the token
+    carries. The workspace is that of `backward` for R*T tokens, and their weights.
+    """
+    results = (
+        ffi.like(token, token.shape, token.dtype),
+        *_gradient_results(spec, x.shape, x, weights, experts, num_ranks * x.shape[0], 4 * num_ranks * weights.size),
+    )
+    attributes = spec.attributes() | {"ring": spec.ring}
+    operands = (token, x, dy, ids, weights, *experts)
+    token, dx, d_weights, *d_experts, _ = ffi.call(
+        "ring_backward", results, *operands, attributes=attributes, aliases={0: 0}
+    )
+    gate, up, down, b_gate, b_up, b_down = d_experts
+    return token, dx, d_weights, (gate, up, down, b_gate, b_up, b_down)
+
+
 def _gradients(
     name: str, spec: LayerSpec, dx_shape: tuple[int, ...], x: jax.Array, dy: jax.Array, ids: jax.Array,
     weights: jax.Array, experts: Experts,
 ) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
     """Calls a backward handler, whose first result has dx_shape; the last, its workspace, is dropped."""
+    results = _gradient_results(spec, dx_shape, x, weights, experts, x.shape[0])
+    operands = (x, dy, ids, weights, *experts)
+    dx, d_weights, *d_experts, _ = ffi.call(name, results, *operands, attributes=spec.attributes())
+    gate, up, down, b_gate, b_up, b_down = d_experts
+    return dx, d_weights, (gate, up, down, b_gate, b_up, b_down)
+
+
+def _gradient_results(
+    spec: LayerSpec, dx_shape: tuple[int, ...], x: jax.Array, weights: jax.Array, experts: Experts, num_tokens: int,
+    more_bytes: int = 0,
+) -> tuple:  # fmt: skip
+    """d_x, d_weights, the six gradients, and the workspace of a backward of num_tokens tokens."""
     config = spec.config
-    num_bytes = ffi.compiled.cuda_backward_bytes(
-        x.shape[0], config.top_k, config.hidden, config.intermediate, spec.num_local_experts, config.is_gated
+    num_bytes = more_bytes + ffi.compiled.cuda_backward_bytes(
+        num_tokens, config.top_k, config.hidden, config.intermediate, spec.num_local_experts, config.is_gated
     )
-    results = (
+    return (
         ffi.like(x, dx_shape, x.dtype),
         ffi.like(x, weights.shape, np.float32),
         *(ffi.like(e, e.shape, e.dtype) for e in experts),
         ffi.like(x, (max(1, num_bytes),), np.uint8),
     )
-    operands = (x, dy, ids, weights, *experts)
-    dx, d_weights, *d_experts, _ = ffi.call(name, results, *operands, attributes=spec.attributes())
-    gate, up, down, b_gate, b_up, b_down = d_experts
-    return dx, d_weights, (gate, up, down, b_gate, b_up, b_down)
 
 
 def _reference(spec: LayerSpec, ids: jax.Array, x: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:

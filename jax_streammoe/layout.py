@@ -108,12 +108,17 @@ def _work(shape: RingShape) -> dict[str, int]:
     experts = shape.num_experts
     pairs = shape.num_ranks * shape.num_slots * shape.chunk_tokens * shape.top_k
     blocks = most_row_blocks(pairs, experts)
+    activations = align_line(blocks * ROW_BLOCK * shape.intermediate * shape.itemsize)
+    if shape.num_ranks > 1:  # in their place, during a backward: gradients of y and of the weights
+        pool = align_line(shape.pool_tokens * shape.hidden * shape.itemsize)
+        weights = align_line(shape.num_slots * shape.chunk_tokens * shape.top_k * 4)
+        activations = max(activations, pool + weights)
     return dict(
         stats=align_line((experts + 3) * 4),
         routes=align_line(pairs * 4) if shape.num_ranks > 1 else 0,
         computed=align_line(2 * experts * 4),
         plan=align_line(blocks * (ROW_BLOCK * 4 + 16) + 130 * (experts + 1) * 4 + 4096),
-        activations=align_line(blocks * ROW_BLOCK * shape.intermediate * shape.itemsize),
+        activations=activations,
     )
 
 

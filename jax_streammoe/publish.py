@@ -246,7 +246,10 @@ def _mark(stream: Stream, what: str, value: jax.Array) -> dict[str, jax.Array]:
 
 def gradient_spec(ring: RingSpec, layer: LayerSpec) -> vjp.GradientSpec:
     """The gradient of a layer on a ring: exchanged over its ranks, if there are several."""
-    return vjp.GradientSpec(layer, ring.axis_names if ring.num_ranks > 1 else ())
+    if ring.num_ranks == 1:
+        return vjp.GradientSpec(layer)
+    on_gpu = ring.platform == "cuda"
+    return vjp.GradientSpec(layer, ring.axis_names, ring.shape.num_slots * ring.shape.chunk_tokens if on_gpu else 0)
 
 
 def check_call(what: str, ring: Any, config: MoEConfig, policy: str) -> RingSpec:

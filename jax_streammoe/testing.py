@@ -20,11 +20,11 @@ def add_fault(ring: str, phase: str, kind: str = "delay", *, rank: int = -1, sec
 
     Arguments:
       ring: name of the ring. rank: its rank, -1 for all.
-      phase: one of PHASES.
+      phase: one of PHASES, or "backward": the gradients of a call on a ring over GPUs.
       kind: "delay" sleeps `seconds`, "jitter" a random part of them; "fail" raises on that rank and tells its peers;
         "drop" goes silent, so that peers run into their deadline.
     """
-    checks.check_choice("phase", phase, PHASES)
+    checks.check_choice("phase", phase, (*PHASES, "backward"))
     checks.check_choice("kind", kind, KINDS)
     ffi.compiled.fault_add(ring, rank, phase, kind, float(seconds))
 

@@ -2,8 +2,9 @@
 
 Contract: `attach` is the identity on (y, token); its backward is the layer's, computed from x, ids, weights and the
 expert tensors and from nothing a stream left behind. So the gradient does not depend on chunks, slots, schedule, policy
-or transport, and routers stay plain JAX outside of it. Over ranks the backward exchanges through XLA's collectives;
-its calls are ordered by the token, whose cotangent AD threads in reverse. The backward is first order only.
+or transport, and routers stay plain JAX outside of it. Over ranks the backward exchanges through the memory of a ring
+on GPUs, for which it goes by the ring's name, elsewhere through XLA's collectives; its calls are ordered by the token,
+whose cotangent AD threads in reverse. The backward is first order only.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import checks, exchange, local, ops
+from . import checks, cuda, exchange, local, ops
 from .ops import Experts, LayerSpec
 from .varying import vary_together
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSpec:
-    """The layer, and the mesh axes of its ranks (empty: this device has all experts)."""
+    """The layer, and the mesh axes of its ranks (empty: this device has all experts).
+
+    ring_tokens: the tokens of a rank that the ring's memory can exchange, S*C on GPUs; 0 where XLA's collectives do it.
+    """
 
     layer: LayerSpec
     axis_names: tuple[str, ...] = ()
+    ring_tokens: int = 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -53,7 +58,9 @@ def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tup
         # After the forward call and the backward calls of later layers: ranks wait for each other in all of them.
         token, ids = ops.after((token, ids), (forward_token,))
     x, dy, weights, experts = first_order_only((x, dy, weights, experts))
-    if spec.axis_names:
+    if 0 < x.shape[0] <= spec.ring_tokens:
+        out = cuda.ring_backward(spec.layer, exchange.num_ranks(spec.axis_names), token, x, dy, ids, weights, experts)
+    elif spec.axis_names:
         out = exchange.backward(spec.layer, spec.axis_names, token, x, dy, ids, weights, experts)
     else:
         out = local.backward(spec.layer, token, x, dy, ids, weights, experts)

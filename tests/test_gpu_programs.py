@@ -283,6 +283,33 @@ def test_the_exchange_moves_what_it_must(call, dtype):
     assert ("all-reduce" in program.text) == (call == "gradient")
 
 
+def test_the_gradient_over_a_ring_is_one_call_behind_its_forward():
+    """It is found by name, so only the order of thunks keeps it apart from the forward call; no graph may hold it."""
+    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
+    ep = sm.expert_parallel(CONFIG, mesh=mesh)
+    on = NamedSharding(mesh, P("ep"))
+    shapes = [((2 * T, H), jnp.bfloat16), ((2 * T, K), jnp.float32), ((E, H, 2 * I), jnp.bfloat16)]
+    operands = [gpu.abstract(*shape, on) for shape in (*shapes, ((E, I, H), jnp.bfloat16))]
+    ids, ring = gpu.abstract((2 * T, K), jnp.int32, on), gpu.abstract_ring(CONFIG, chunk_tokens=T, num_slots=1, mesh=mesh)
+
+    def loss(operands, ids, ring):
+        x, weights, *experts = operands
+        y, ring, _ = ep.moe(x, ids, weights, *experts, ring=ring)
+        return jnp.sum(jnp.square(y.astype(jnp.float32))), ring
+
+    program = gpu.compile_program(
+        jax.grad(loss, has_aux=True), operands, ids, ring, donate=2, options={"xla_gpu_graph_min_graph_size": 1}
+    )
+    assert len(program.calls("ring_forward")) == len(program.calls("ring_backward")) == 1
+    assert "all-to-all" not in program.text and not moved_by_itself(program)
+    assert program.text.index("streammoe_ring_forward_v1") < program.text.index("streammoe_ring_backward_v1")
+    gpu.assert_no_copies(program, ring)
+    gpu.assert_in_place(program, ring)
+    gpu.assert_captured(program, "ring_forward")
+    with pytest.raises(AssertionError):
+        gpu.assert_captured(program, "ring_backward")
+
+
 def moved_by_itself(program):
     """Whether something lay elsewhere than the layer wants it, and XLA's partitioner moved it."""
     return "all-gather" in program.text or 'is_spmd_generated="true"' in program.text

@@ -47,7 +47,14 @@ CONTROL = ["header", "route_ready", "layout_ready", "consumed", "done", "abort",
 POOL = ["token_pool", "combine_rows", "combine_ids", "combine_weights", "combine_flags", "total"]
 
 
-@given(shapes)
+on_gpu = st.tuples(shapes, st.integers(1, 512), st.integers(1, 1024).map(lambda n: 8 * n)).map(
+    lambda t: dataclasses.replace(
+        t[0], pool_tokens=t[0].num_ranks * t[0].num_slots * t[0].chunk_tokens, num_experts=t[1], intermediate=t[2]
+    )
+)
+
+
+@given(shapes | on_gpu)
 def test_python_equals_the_compiled_header(shape):
     assert ring_layout(shape) == dict(_jax_streammoe.ring_layout(dataclasses.asdict(shape)))
 

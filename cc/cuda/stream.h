@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "host/publications.h"
 #include "host/registry.h"
 #include "host/status.h"
+#include "kernels/backward.h"
 #include "kernels/stream.h"
 
 namespace streammoe::cuda {
@@ -45,6 +47,15 @@ class Stream : public RankStream {
   // Both halves of the chunk were published by a kernel that is not ours, earlier in stream order.
   Status publish_external(int64_t chunk, cudaStream_t stream);
   Status close(const ExpertWeights& weights, void* y, int32_t* expert_rows, int32_t* counts, cudaStream_t stream);
+  // The gradients of a call on a ring over ranks: as open, one publication of everything, and close. `args` are this
+  // rank's operands and results, `gradients` the tensors that hold args.gradients; the workspace has backward_bytes()
+  // for the tokens of all ranks, and behind them the weights of their routes.
+  struct GradientTensor {
+    void* data = nullptr;
+    int64_t num_elements = 0;
+  };
+  Status backward(const sm90::BackwardArgs& args, std::span<const GradientTensor> gradients, uint8_t* workspace,
+                  cudaStream_t stream);
   // A call that used no slot: the ring's counters move past it.
   Status advance(const CallSpec& spec, cudaStream_t stream);
 
@@ -77,6 +88,7 @@ class Stream : public RankStream {
   Status advance_waves(cudaStream_t stream);
   Status run_wave(int64_t wave, cudaStream_t stream);
   Status run_experts(int64_t wave, int64_t num_rows, bool beside_producer, cudaStream_t stream);
+  Status publish_backward(const CallSpec& spec, const sm90::BackwardArgs& args, cudaStream_t stream);
   Status finish_macros(int64_t upto, void* y, cudaStream_t stream);
   Status join(cudaStream_t stream);
   std::string describe(const DeviceError& error) const;

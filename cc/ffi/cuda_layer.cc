@@ -3,25 +3,21 @@
 //   forward  x, ids, weights -> y, workspace                          the batch-ready layer
 //   rows     x, ids -> one row per route, dropped, expert_rows, workspace   the expert half, between XLA's collectives
 //   combine  rows, ids, weights, dropped -> y                         the owner's half
-//   backward x, dy, ids, weights -> dx, d_weights, gradients of the expert tensors, workspace
-//   rows_backward  the same with dx_rows [N, K, H] for dx: the backward of rows, between collectives
 //
 // Contract: a call only enqueues kernels and memsets on XLA's stream; nothing is allocated, synchronised or read back.
 // A workspace is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handlers carry the
 // command-buffer trait. Kernels are loaded when the executable is initialised, never while a peer might wait. rows and
-// combine give the bits of forward. Results of absent tensors are cleared: nobody else writes them. Trade-off: rows
+// combine give the bits of forward. Trade-off: rows
 // that are not computed here are cleared in full before the product writes the others, which costs their bytes once
 // more and no pass over the plan.
 #include "ffi/cuda_layer.h"
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "cuda/status.h"
 #include "ffi/decode.h"
-#include "kernels/backward.h"
 #include "kernels/launch.h"
 
 namespace streammoe::ffi_glue {
@@ -68,22 +64,6 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                            .Ret<ffi::AnyBuffer>()   // y [T, H]
                            .Ret<ffi::AnyBuffer>(),  // workspace u8
                        {ffi::Traits::kCmdBufferCompatible});
-
-// A capacity attribute as the kernels take it; -1 is none.
-int32_t kernel_capacity(int64_t capacity) {
-  constexpr int64_t kNone = std::numeric_limits<int32_t>::max();
-  return static_cast<int32_t>(capacity < 0 ? kNone : std::min(capacity, kNone));
-}
-
-Status expect_kernel_type(DType dtype) {
-  if (dtype != DType::kF32) return {};
-  return error(Code::kInvalidArgument, "the CUDA kernels take bfloat16 and float16, got float32");
-}
-
-Status expect_workspace(const ffi::AnyBuffer& workspace, int64_t needed) {
-  if (static_cast<int64_t>(workspace.size_bytes()) >= needed) return {};
-  return error(Code::kInvalidArgument, "the workspace must have ", needed, " bytes, got ", workspace.size_bytes());
-}
 
 // Plan, up, and down to the rows of the routes. workspace: the activations, then the plan, whose expert_rows is a
 // result.
@@ -199,90 +179,6 @@ XLA_FFI_DEFINE_HANDLER(kCombine, combine_impl,
                            .Ret<ffi::AnyBuffer>(),  // y [T, H]
                        {ffi::Traits::kCmdBufferCompatible});
 
-// by_route: the first result is dx_rows [N, K, H], a row per route, and not their sums dx [T, H].
-Status backward(bool by_route, cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x,
-                const ffi::AnyBuffer& dy, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-                const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& dx,
-                const ffi::AnyBuffer& d_weights, const ffi::AnyBuffer (&results)[kNumWeights],
-                const ffi::AnyBuffer& workspace) {
-  AttrReader attrs(dictionary);
-  const ExpertProblem p = read_problem(attrs);
-  const int64_t capacity = attrs.i64("capacity");
-  STREAMMOE_RETURN_IF_ERROR(attrs.status());
-  STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
-  sm90::BackwardArgs args;
-  STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &args.weights));
-  STREAMMOE_RETURN_IF_ERROR(read_gradients(p, results, &args.gradients));
-  args.sizes.num_tokens = static_cast<int64_t>(ids.element_count()) / p.top_k;
-  const int64_t num_pairs = args.sizes.num_tokens * p.top_k;
-  const ffi::DataType type = element_type(p.dtype);
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_ids", ids, ffi::DataType::S32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("topk_weights", topk_weights, ffi::DataType::F32, num_pairs));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("x", x, type, args.sizes.num_tokens * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dy", dy, type, args.sizes.num_tokens * p.hidden));
-  const int64_t dx_rows = by_route ? num_pairs : args.sizes.num_tokens;
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer(by_route ? "dx_rows" : "dx", dx, type, dx_rows * p.hidden));
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer("d_weights", d_weights, ffi::DataType::F32, num_pairs));
-  args.sizes.top_k = p.top_k, args.sizes.hidden = p.hidden, args.sizes.intermediate = p.intermediate;
-  args.sizes.num_experts = p.num_experts, args.sizes.gated = is_gated(p.activation);
-  args.activation = p.activation, args.limit = p.limit, args.dtype = p.dtype;
-  args.capacity = kernel_capacity(capacity);
-  args.x = x.untyped_data(), args.dy = dy.untyped_data();
-  (by_route ? args.dx_rows : args.dx) = dx.untyped_data();
-  args.topk_ids = ids.typed_data<int32_t>(), args.topk_weights = topk_weights.typed_data<float>();
-  args.d_weights = d_weights.typed_data<float>();
-  const auto needed = static_cast<int64_t>(sm90::backward_bytes(args.sizes));
-  STREAMMOE_RETURN_IF_ERROR(expect_workspace(workspace, needed));
-  for (const auto& result : results) {
-    if (result.element_count() > 1) continue;
-    STREAMMOE_CUDA(cudaMemsetAsync(result.untyped_data(), 0, result.size_bytes(), stream),
-                   "clearing the gradient of an absent tensor");
-  }
-  return cuda::cuda_status(sm90::launch_backward_sm90(args, workspace.untyped_data(), stream),
-                           "launching the layer's backward");
-}
-
-template <bool kByRoute>
-ffi::Error backward_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer dy,
-                         ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer gate, ffi::AnyBuffer up,
-                         ffi::AnyBuffer down, ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
-                         ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> d_weights,
-                         ffi::Result<ffi::AnyBuffer> d_gate, ffi::Result<ffi::AnyBuffer> d_up,
-                         ffi::Result<ffi::AnyBuffer> d_down, ffi::Result<ffi::AnyBuffer> d_b_gate,
-                         ffi::Result<ffi::AnyBuffer> d_b_up, ffi::Result<ffi::AnyBuffer> d_b_down,
-                         ffi::Result<ffi::AnyBuffer> workspace) {
-  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
-  const ffi::AnyBuffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
-  return to_ffi(
-      backward(kByRoute, stream, attrs, x, dy, ids, topk_weights, operands, *dx, *d_weights, results, *workspace));
-}
-auto bind_backward() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Attrs<ffi::Dictionary>()
-      .Arg<ffi::AnyBuffer>()  // x [T, H]
-      .Arg<ffi::AnyBuffer>()  // dy [T, H]
-      .Arg<ffi::AnyBuffer>()  // topk_ids [T, K] i32
-      .Arg<ffi::AnyBuffer>()  // topk_weights [T, K] f32
-      .Arg<ffi::AnyBuffer>()  // gate
-      .Arg<ffi::AnyBuffer>()  // up
-      .Arg<ffi::AnyBuffer>()  // down
-      .Arg<ffi::AnyBuffer>()  // b_gate
-      .Arg<ffi::AnyBuffer>()  // b_up
-      .Arg<ffi::AnyBuffer>()  // b_down
-      .Ret<ffi::AnyBuffer>()  // dx [T, H], or dx_rows [T, K, H]
-      .Ret<ffi::AnyBuffer>()  // d_weights [T, K] f32
-      .Ret<ffi::AnyBuffer>()  // gradients, as the six tensors
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>();  // workspace u8
-}
-XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl<false>, bind_backward(), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kRowsBackward, backward_impl<true>, bind_backward(), {ffi::Traits::kCmdBufferCompatible});
-
 }  // namespace
 
 Status cuda_forward(cudaStream_t stream, const ExpertProblem& p, int64_t capacity, const ExpertWeights& weights,
@@ -303,27 +199,18 @@ Status cuda_forward(cudaStream_t stream, const ExpertProblem& p, int64_t capacit
   return cuda::cuda_status(sm90::launch_forward_sm90(args, workspace.untyped_data(), stream), "launching the layer");
 }
 
+void* load_kernels_handler() { return reinterpret_cast<void*>(+kInitialize); }
+
 std::vector<CudaHandler> cuda_layer_handlers() {
-  return {{"forward", "initialize", reinterpret_cast<void*>(+kInitialize)},
-          {"forward", "execute", reinterpret_cast<void*>(+kForward)},
-          {"rows", "initialize", reinterpret_cast<void*>(+kInitialize)},
-          {"rows", "execute", reinterpret_cast<void*>(+kRows)},
-          {"combine", "initialize", reinterpret_cast<void*>(+kInitialize)},
-          {"combine", "execute", reinterpret_cast<void*>(+kCombine)},
-          {"backward", "initialize", reinterpret_cast<void*>(+kInitialize)},
-          {"backward", "execute", reinterpret_cast<void*>(+kBackward)},
-          {"rows_backward", "initialize", reinterpret_cast<void*>(+kInitialize)},
-          {"rows_backward", "execute", reinterpret_cast<void*>(+kRowsBackward)}};
+  return {
+      {"forward", "initialize", load_kernels_handler()}, {"forward", "execute", reinterpret_cast<void*>(+kForward)},
+      {"rows", "initialize", load_kernels_handler()},    {"rows", "execute", reinterpret_cast<void*>(+kRows)},
+      {"combine", "initialize", load_kernels_handler()}, {"combine", "execute", reinterpret_cast<void*>(+kCombine)}};
 }
 
 int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
                            int64_t num_experts) {
   return static_cast<int64_t>(sm90::forward_bytes(num_tokens, top_k, hidden, intermediate, num_experts));
-}
-
-int64_t cuda_backward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
-                            int64_t num_experts, bool gated) {
-  return static_cast<int64_t>(sm90::backward_bytes({num_tokens, top_k, hidden, intermediate, num_experts, gated}));
 }
 
 }  // namespace streammoe::ffi_glue

@@ -1,24 +1,16 @@
-// Handlers of cc/ffi/cuda_layer.cc for the CUDA platform, by target name without version suffix and stage.
+// Handlers of cc/ffi/cuda_layer.cc for the CUDA platform.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
-#include <utility>
 #include <vector>
 
+#include "ffi/cuda_call.h"
 #include "host/problem.h"
 #include "host/status.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace streammoe::ffi_glue {
-
-struct CudaHandler {
-  const char* name;
-  const char* stage;  // "initialize" or "execute"
-  void* address;
-};
 
 std::vector<CudaHandler> cuda_layer_handlers();
 // Enqueues the batch-ready layer: x [T, H], ids and weights [T, K] -> y [T, H]. capacity: rows per expert, -1 for all.
@@ -29,8 +21,5 @@ Status cuda_forward(cudaStream_t stream, const ExpertProblem& problem, int64_t c
 // Bytes of the workspace that `forward` needs on CUDA; with hidden = 0, of the one that `rows` needs.
 int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
                            int64_t num_experts);
-// Bytes of the workspace that `backward` needs on CUDA.
-int64_t cuda_backward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
-                            int64_t num_experts, bool gated);
 
 }  // namespace streammoe::ffi_glue

@@ -254,25 +254,30 @@ Status register_memory(AttrReader& attrs, int32_t ordinal, const ffi::AnyBuffer&
   return {};
 }
 
-Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
-                 RingCall* call) {
+Status find_member(const std::string& name, int32_t ordinal, RingCall* call) {
   call->ring = Registry::get().find(name);
   if (call->ring == nullptr) {
     return error(Code::kNotFound, "ring '", name,
                  "' does not exist in this process: it was closed, or never made; call ",
                  "make_ring before the jitted program runs");
   }
-  Member* member = call->ring->find_member(ordinal);
-  call->member = member;
+  call->member = call->ring->find_member(ordinal);
   call->ring->poll();
   if (const std::string why = call->ring->failure(); !why.empty()) {
     return error(Code::kFailedPrecondition, "ring '", name,
                  "' is unusable, make_ring again on all ranks (nothing needs recompiling); it failed with: ", why);
   }
-  if (member == nullptr) {
+  if (call->member == nullptr) {
     return error(Code::kFailedPrecondition, "ring '", name, "' has no rank on device ", ordinal,
                  ": run the program on the devices of the mesh that make_ring was given");
   }
+  return {};
+}
+
+Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
+                 RingCall* call) {
+  STREAMMOE_RETURN_IF_ERROR(find_member(name, ordinal, call));
+  const Member* member = call->member;
   if (mem_in.untyped_data() != mem_out.untyped_data() || mem_in.untyped_data() != member->registered) {
     return error(
         Code::kFailedPrecondition, "ring '", name, "' (rank ", member->rank,

@@ -92,7 +92,9 @@ struct RingCall {
 // The registering call of make_ring: notes where the ring named by attribute `ring` lies on this device.
 Status register_memory(AttrReader& attrs, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
                        RingCall* call);
-// Checks that the ring is alive, that `mem` is where it was registered, and that XLA gave it back in place.
+// The rank of this device in a ring that is alive.
+Status find_member(const std::string& name, int32_t ordinal, RingCall* call);
+// The same, and checks that `mem` is where it was registered, and that XLA gave it back in place.
 Status find_ring(const std::string& name, int32_t ordinal, const ffi::AnyBuffer& mem_in, const ffi::AnyBuffer& mem_out,
                  RingCall* call);
 // The call of a handler that starts one: its ring and its experts, all checked against each other.

@@ -14,7 +14,7 @@ uint64_t CallSpec::tag() const {
        {problem.num_experts, problem.hidden, problem.intermediate, problem.top_k, static_cast<int64_t>(problem.dtype),
         static_cast<int64_t>(problem.activation), static_cast<int64_t>(std::bit_cast<uint32_t>(problem.limit)),
         problem.block_m, num_tokens, chunk_tokens, macro_tokens, num_chunks, min_carry_rows, capacity,
-        static_cast<int64_t>(packed)}) {
+        static_cast<int64_t>(packed), static_cast<int64_t>(backward)}) {
     tag = mix_tag(tag, static_cast<uint64_t>(value));
   }
   for (const int64_t end : macro_ends) tag = mix_tag(tag, static_cast<uint64_t>(end));

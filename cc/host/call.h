@@ -27,6 +27,7 @@ struct CallSpec {
   bool packed = true;                          // waves carry partial blocks; else each wave computes all it has
   bool overlap = false;
   bool checks = false;
+  bool backward = false;     // the gradients of such a call, in one chunk
   int32_t producer_sms = 0;  // of a GPU, left to the producer by waves that run beside it
 
   uint64_t tag() const;  // what all ranks must agree on

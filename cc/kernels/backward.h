@@ -52,6 +52,15 @@ struct BackwardArgs {
   int32_t num_sms = 0;
   int32_t capacity = std::numeric_limits<int32_t>::max();  // rows per expert; later routes are dropped
   DType dtype = DType::kBF16;                              // kBF16 or kF16
+  // Over ranks: the tokens are those of all, of whose E experts this rank has first_expert and on. What a route adds to
+  // d_x, and its d_weights, goes to the token's owner, and nothing to dx or d_weights; these are left to whoever knows
+  // that all ranks are done.
+  int64_t first_expert = 0;
+  int64_t total_experts = 0;         // 0: as many as there are here
+  RowOwners dx_owners;               // [T, K, H] at the owner
+  RowOwners d_weights_owners;        // [T, K] f32 at the owner
+  const uint64_t* failed = nullptr;  // when it is not zero, no row is taken
+  bool over_ranks() const { return dx_owners.peers != nullptr; }
 };
 
 // The plan, then BackwardRows: plan_bytes + R * (2 H + 3 I) * 2 + R * (1 + ceil(I / 64)) * 4 bytes and some alignment,
@@ -69,7 +78,7 @@ cudaError_t launch_backward_rows(const BackwardArgs& args, const Plan& plan, con
 // rows.d_gate, rows.d_up, rows.wa, rows.partial, from rows.x, rows.dy, rows.row_weight.
 cudaError_t launch_gemm_dact_sm90(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,
                                   cudaStream_t stream);
-// out [R, H] = RN(d_gate W_gate^T + d_up W_up^T).
+// out [R, H] = RN(d_gate W_gate^T + d_up W_up^T); over ranks its rows go to their tokens' owners instead.
 cudaError_t launch_gemm_dx_sm90(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows, void* out,
                                 cudaStream_t stream);
 // Gradients of W_gate and W_up, or of W_down.

@@ -123,14 +123,27 @@ struct WeightParams {
   const float* partial;  // [groups][R]
   float* d_weights;
   int64_t num_pairs, row_capacity;
-  int32_t groups;
+  int32_t groups, top_k;
+  RowOwners owners;
   // With b_down:
   const int32_t* topk_ids;
   const uint4* dy;      // [T, H]
   const uint4* b_down;  // [L, H]
-  int32_t top_k, words;
+  int32_t first_expert, words;
   int64_t bias_stride;  // in words
 };
+
+// Over ranks only routes that are taken here are written, at their tokens' owners: the others have ranks of their own.
+__device__ __forceinline__ void store_weight(const WeightParams& p, int64_t pair, int32_t row, float value) {
+  if (p.owners.peers == nullptr) {
+    p.d_weights[pair] = row < 0 ? 0.0f : value;
+  } else if (row >= 0) {
+    const auto token = static_cast<int32_t>(pair / p.top_k);
+    const TokenOrder::Owner owner = p.owners.order.owner(token);
+    auto* there = reinterpret_cast<float*>(p.owners.peers[owner.rank] + p.owners.offset);
+    there[static_cast<int64_t>(owner.token) * p.top_k + (pair - static_cast<int64_t>(token) * p.top_k)] = value;
+  }
+}
 
 __device__ __forceinline__ float sum_groups(const WeightParams& p, int32_t row) {
   float sum = 0.0f;
@@ -146,7 +159,7 @@ __global__ void __launch_bounds__(kRowThreads) sum_weights(WeightParams p) {
   const int64_t pair = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   if (pair >= p.num_pairs) return;
   const int32_t row = p.pair_row[pair];
-  p.d_weights[pair] = row < 0 ? 0.0f : sum_groups(p, row);
+  store_weight(p, pair, row, row < 0 ? 0.0f : sum_groups(p, row));
 }
 
 template <DType kType>
@@ -172,12 +185,12 @@ __global__ void __launch_bounds__(kRowThreads) sum_weights_biased(WeightParams p
   float dot = 0.0f;
   if (row >= 0) {  // its id names a local expert
     const uint4* dy = p.dy + pair / p.top_k * p.words;
-    const uint4* bias = p.b_down + p.topk_ids[pair] * p.bias_stride;
+    const uint4* bias = p.b_down + (p.topk_ids[pair] - p.first_expert) * p.bias_stride;
     for (int32_t w = lane; w < p.words; w += 32) dot = dot_word<kType>(dy[w], bias[w], dot);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) dot = __fadd_rn(dot, __shfl_xor_sync(0xffffffffu, dot, step));
-  if (lane == 0) p.d_weights[pair] = row < 0 ? 0.0f : __fadd_rn(sum_groups(p, row), dot);
+  if (lane == 0) store_weight(p, pair, row, row < 0 ? 0.0f : __fadd_rn(sum_groups(p, row), dot));
 }
 
 cudaError_t launch_sum(DType dtype, const void* rows, const float* row_weight, const Plan& plan,
@@ -269,6 +282,9 @@ cudaError_t launch_d_weights(const BackwardArgs& args, const Plan& plan, const B
   p.num_pairs = s.num_tokens * s.top_k;
   p.row_capacity = plan.row_capacity;
   p.groups = static_cast<int32_t>((s.intermediate + 63) / 64);
+  p.top_k = static_cast<int32_t>(s.top_k);
+  p.owners = args.d_weights_owners;
+  p.first_expert = static_cast<int32_t>(args.first_expert);
   if (p.num_pairs == 0) return cudaSuccess;
   const bool biased = args.weights.b_down.data != nullptr;
   const int64_t pairs_per_cta = biased ? kRowThreads / 32 : kRowThreads;
@@ -279,7 +295,6 @@ cudaError_t launch_d_weights(const BackwardArgs& args, const Plan& plan, const B
   p.topk_ids = args.topk_ids;
   p.dy = static_cast<const uint4*>(args.dy);
   p.b_down = static_cast<const uint4*>(args.weights.b_down.data);
-  p.top_k = static_cast<int32_t>(s.top_k);
   p.words = static_cast<int32_t>(s.hidden / 8);
   p.bias_stride = args.weights.b_down.expert_stride / 8;
   const auto kernel = args.dtype == DType::kF16 ? sum_weights_biased<DType::kF16> : sum_weights_biased<DType::kBF16>;

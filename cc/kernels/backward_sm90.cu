@@ -77,14 +77,22 @@ cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cuda
   plan_args.topk_ids = args.topk_ids;
   plan_args.num_tokens = s.num_tokens;
   plan_args.top_k = s.top_k;
-  plan_args.num_experts = plan_args.total_experts = s.num_experts;
+  plan_args.num_experts = s.num_experts;
+  plan_args.first_expert = args.first_expert;
+  plan_args.total_experts = args.total_experts > 0 ? args.total_experts : s.num_experts;
   plan_args.window.capacity = args.capacity;
+  plan_args.window.failed = args.failed;
   if (cudaError_t e = launch_plan(plan_args, plan, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_backward_rows(args, plan, rows, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dact_sm90(args, plan, rows, stream); e != cudaSuccess) return e;
+  if (args.over_ranks()) {  // first what others wait for: it travels while the weight gradients are computed
+    if (cudaError_t e = launch_gemm_dx_sm90(args, plan, rows, nullptr, stream); e != cudaSuccess) return e;
+    if (cudaError_t e = launch_d_weights(args, plan, rows, stream); e != cudaSuccess) return e;
+  }
   if (cudaError_t e = launch_bias_sums(args, plan, rows, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dw_sm90(true, args, plan, rows, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dw_sm90(false, args, plan, rows, stream); e != cudaSuccess) return e;
+  if (args.over_ranks()) return cudaSuccess;
   if (cudaError_t e = launch_gemm_dx_sm90(args, plan, rows, rows.dy, stream); e != cudaSuccess) return e;
   if (args.dx_rows != nullptr) {
     if (cudaError_t e = launch_spread_rows(args, plan, rows, stream); e != cudaSuccess) return e;

@@ -15,10 +15,11 @@ cudaError_t prepare_gemm_down_sm90();
 cudaError_t prepare_gather_rows();
 cudaError_t prepare_combine();
 cudaError_t prepare_stream();
+cudaError_t prepare_ring_rows();
 
 cudaError_t prepare_device() {
   for (const auto prepare : {prepare_plan, prepare_gemm_up_sm90, prepare_gemm_down_sm90, prepare_gather_rows,
-                             prepare_combine, prepare_stream, prepare_backward}) {
+                             prepare_combine, prepare_stream, prepare_ring_rows, prepare_backward}) {
     if (cudaError_t e = prepare(); e != cudaSuccess) return e;
   }
   return cudaSuccess;

@@ -1,4 +1,5 @@
-// The gradient of a row by its token: RN(d_gate W_gate^T + d_up W_up^T), unweighted, in sorted order.
+// The gradient of a row by its token: RN(d_gate W_gate^T + d_up W_up^T), in sorted order, or scattered to the owners of
+// the tokens.
 //
 // Contract: one accumulator per element, k ascending over the columns of gate and then over those of up, so that the
 // sum of the two products is rounded once; otherwise as gemm_core_sm90.cuh. Weights [L, H, I] are read along their
@@ -35,7 +36,7 @@ __device__ __forceinline__ void produce_dx(const DxMaps& maps, const GemmParams&
 }
 
 // products: 2, or 1 for an ungated layer.
-template <DType kType>
+template <DType kType, bool kScatter>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
     gemm_dx_sm90(const __grid_constant__ DxMaps maps, const __grid_constant__ GemmParams p, int32_t products) {
   const Frame f = make_frame();
@@ -65,16 +66,22 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
         drain(pipe, steps, f.lane, f.full, f.empty);
         continue;
       }
+      int32_t pairs[kScatterSteps];
+      if constexpr (kScatter) load_pairs(pairs, p, tile, group, f.warp & 3, f.lane);
       float acc[128];
       int held = -1;
       multiply_stages<kType, kBlockN, 0, 0>(acc, f, pipe, held, steps, a_base, b_base);
       finish_products(f, held);
       fence_accumulators(acc);
-      store_tile<kType, false, false, Activation::kSiLU>(acc, maps.out, p, tile, group, f.warp & 3, f.lane,
-                                                         f.staging + group * kStagingBytes);
+      const uint32_t buffers = f.staging + group * kStagingBytes;
+      if constexpr (kScatter) {
+        scatter_tile<kType, false, false, Activation::kSiLU>(acc, pairs, p, tile, f.warp & 3, f.lane, buffers);
+      } else {
+        store_tile<kType, false, false, Activation::kSiLU>(acc, maps.out, p, tile, group, f.warp & 3, f.lane, buffers);
+      }
     }
     // Shared memory must outlive the stores' reads; their writes are complete at the end of the kernel.
-    if ((f.warp & 3) == 0 && f.lane == 0) tma_store_wait_all();
+    if (!kScatter && (f.warp & 3) == 0 && f.lane == 0) tma_store_wait_all();
   }
   leave_together();
 }
@@ -82,8 +89,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
 }  // namespace
 
 cudaError_t prepare_gemm_dx_sm90() {
-  if (cudaError_t e = prepare_frame(gemm_dx_sm90<DType::kBF16>); e != cudaSuccess) return e;
-  return prepare_frame(gemm_dx_sm90<DType::kF16>);
+  for (const auto kernel : {gemm_dx_sm90<DType::kBF16, false>, gemm_dx_sm90<DType::kBF16, true>,
+                            gemm_dx_sm90<DType::kF16, false>, gemm_dx_sm90<DType::kF16, true>}) {
+    if (cudaError_t e = prepare_frame(kernel); e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t launch_gemm_dx_sm90(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows, void* out,
@@ -110,11 +120,19 @@ cudaError_t launch_gemm_dx_sm90(const BackwardArgs& args, const Plan& plan, cons
       return e;
   }
   if (products == 1) maps.d[1] = maps.d[0], maps.w[1] = maps.w[0];
-  if (cudaError_t e = encode_rows(&maps.out, args.dtype, out, plan.row_capacity, s.hidden); e != cudaSuccess) return e;
+  const bool scatter = args.over_ranks();
+  if (scatter) {
+    params.row_pair = plan.row_pair, params.owners = args.dx_owners, params.top_k = static_cast<int32_t>(s.top_k);
+    maps.out = maps.d[0];  // not used
+  } else if (cudaError_t e = encode_rows(&maps.out, args.dtype, out, plan.row_capacity, s.hidden); e != cudaSuccess) {
+    return e;
+  }
   Grid grid;
   if (cudaError_t e = grid_of(plan.block_capacity * params.space.half_tiles, args.num_sms, &grid); e != cudaSuccess)
     return e;
-  const auto kernel = args.dtype == DType::kF16 ? gemm_dx_sm90<DType::kF16> : gemm_dx_sm90<DType::kBF16>;
+  const auto kernel = args.dtype == DType::kF16
+                          ? (scatter ? gemm_dx_sm90<DType::kF16, true> : gemm_dx_sm90<DType::kF16, false>)
+                          : (scatter ? gemm_dx_sm90<DType::kBF16, true> : gemm_dx_sm90<DType::kBF16, false>);
   return launch_dependent(kernel, dim3(grid.ctas), kGemmThreads, kGemmSharedBytes, stream, maps, params, products);
 }
 

@@ -3,15 +3,13 @@
 // Publishing copies with every SM, because nothing else runs on XLA's stream at that moment, and the last CTA to arrive
 // stores the words. Trade-off: one launch per half and chunk, about 3 us each, instead of a copy and a launch for the
 // word.
-#include <algorithm>
 #include <cstdio>
 
 #include "device/ptx_sm90.cuh"
 #include "host/events.h"
-#include "kernels/device_sms.h"
 #include "kernels/launch_dependent.cuh"
+#include "kernels/ring_view.cuh"
 #include "kernels/stream.h"
-#include "protocol/publish.cuh"
 
 namespace streammoe::sm90 {
 namespace {
@@ -19,14 +17,9 @@ namespace {
 constexpr int kThreads = 256;
 
 uint64_t timeout_ns(const DeviceRing& ring) { return static_cast<uint64_t>(ring.timeout_s * 1e9); }
-RingView view_of(const DeviceRing& ring) { return make_ring_view(ring.mem, ring.shape, ring.rank); }
 
 __device__ __forceinline__ RingHeader& header_of(const RingView& ring) {
   return *reinterpret_cast<RingHeader*>(ring.mem + ring.at.header);
-}
-
-__device__ __forceinline__ uint8_t* const* peers_of(const RingView& ring) {
-  return reinterpret_cast<uint8_t* const*>(ring.mem + ring.at.peers);
 }
 
 __device__ __forceinline__ uint64_t* abort_word(const RingView& ring, uint8_t* mem, int64_t rank) {
@@ -223,56 +216,6 @@ __global__ void await_resident(const __grid_constant__ RingView ring, uint32_t c
   while (static_cast<int32_t>(*seen - ctas) < 0 && now_ns() < deadline) __nanosleep(100);
 }
 
-__device__ __forceinline__ uint4 load_peer_16(const void* address) {
-  uint4 v;  // volatile: past L1, which knows nothing of what another GPU writes
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
-}
-
-// A warp per token of the chunks: its ids come into the pool order, and, if one of them names a local expert and the
-// token is another rank's, so does its row. What is read was published before await_chunks ended.
-__global__ void __launch_bounds__(kThreads)
-    fetch_chunks(const __grid_constant__ RingView ring, TokenOrder order, int32_t first_row, int32_t last_row) {
-  dependent_launch_wait();
-  dependent_launch_trigger();
-  if (ring.call().failed != 0) return;
-  const int32_t top_k = static_cast<int32_t>(ring.shape.top_k), lane = threadIdx.x & 31;
-  const int32_t local = static_cast<int32_t>(ring.shape.num_experts);
-  const int32_t first_expert = static_cast<int32_t>(ring.rank) * local;
-  const int64_t row_bytes = ring.shape.hidden * ring.shape.itemsize;
-  auto* routes = reinterpret_cast<int32_t*>(ring.mem + ring.at.routes);
-  constexpr int kVectors = 8;  // loads in flight per lane
-  for (int32_t row = first_row + blockIdx.x * (kThreads / 32) + (threadIdx.x >> 5); row < last_row;
-       row += gridDim.x * (kThreads / 32)) {
-    const TokenOrder::Owner owner = order.owner(row);
-    const uint8_t* peer = peers_of(ring)[owner.rank];
-    const auto* ids = reinterpret_cast<const volatile int32_t*>(peer + ring.at.combine_ids) +
-                      static_cast<int64_t>(owner.token) * top_k;
-    bool wanted = false;
-    for (int32_t k = lane; k < top_k; k += 32) {
-      const int32_t id = ids[k];
-      routes[static_cast<int64_t>(row) * top_k + k] = id;
-      wanted |= id >= first_expert && id < first_expert + local;
-    }
-    if (owner.rank == ring.rank || !__any_sync(0xffffffffu, wanted)) continue;
-    const uint8_t* from = peer + ring.at.token_pool + row * row_bytes;
-    uint8_t* to = ring.mem + ring.at.token_pool + row * row_bytes;
-    for (int64_t at = lane * 16; at < row_bytes; at += kVectors * 512) {
-      uint4 data[kVectors];
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (at + v * 512 < row_bytes) data[v] = load_peer_16(from + at + v * 512);
-      }
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (at + v * 512 < row_bytes) *reinterpret_cast<uint4*>(to + at + v * 512) = data[v];
-      }
-    }
-  }
-}
-
 // A thread per rank. The kernels before this one have ended, so their reads are over and their writes performed; the
 // fence publishes the rows they left at the owners, the acquire shows this rank's combine those left here. A rank that
 // has failed says nothing: its peers must not take what is there for its rows.
@@ -348,18 +291,11 @@ __global__ void advance_call(const __grid_constant__ RingView ring, uint64_t chu
   advance_header(ring, chunks, macros);
 }
 
-// CTAs for `items` of work, each CTA taking `per_cta` at a time: never more than fill the machine.
-uint32_t grid_for(int64_t items, int64_t per_cta) {
-  int sms = 132;
-  (void)device_sms(&sms);  // a launch that follows will say what is wrong
-  return static_cast<uint32_t>(std::clamp<int64_t>((items + per_cta - 1) / per_cta, 1, 8 * int64_t{sms}));
-}
-
 }  // namespace
 
 cudaError_t prepare_stream() {
-  return load_kernels(register_ring, open_call, publish_route, publish_layout, await_chunks, await_resident,
-                      fetch_chunks, seal_macro, abort_ring, close_call, advance_call);
+  return load_kernels(register_ring, open_call, publish_route, publish_layout, await_chunks, await_resident, seal_macro,
+                      abort_ring, close_call, advance_call);
 }
 
 cudaError_t launch_register(const DeviceRing& ring, cudaStream_t stream) {
@@ -396,17 +332,6 @@ cudaError_t launch_publish_layout(const DeviceRing& ring, int64_t chunk, const i
 
 cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t last, cudaStream_t stream) {
   return launch_dependent(await_chunks, dim3(1), kThreads, 0, stream, view_of(ring), first, last);
-}
-
-cudaError_t launch_fetch_chunks(const DeviceRing& ring, const CallSpec& spec, int64_t first, int64_t last,
-                                cudaStream_t stream) {
-  const TokenOrder order = spec.token_order(ring.shape.num_ranks, spec.macro_of(first));
-  const int64_t start = spec.macro_of(first) * spec.macro_tokens;
-  const int64_t first_row = (spec.chunk_bounds(first).first - start) * ring.shape.num_ranks;
-  const int64_t last_row = (spec.chunk_bounds(last - 1).second - start) * ring.shape.num_ranks;
-  if (first_row == last_row) return cudaSuccess;
-  return launch_dependent(fetch_chunks, dim3(grid_for(last_row - first_row, kThreads / 32)), kThreads, 0, stream,
-                          view_of(ring), order, static_cast<int32_t>(first_row), static_cast<int32_t>(last_row));
 }
 
 cudaError_t launch_seal(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream) {

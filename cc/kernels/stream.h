@@ -46,6 +46,14 @@ cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t l
 // ids of all their tokens, and each token that has a route here, once. Behind await_chunks.
 cudaError_t launch_fetch_chunks(const DeviceRing& ring, const CallSpec& spec, int64_t first, int64_t last,
                                 cudaStream_t stream);
+// The same of all chunks of a backward: also the gradients of the tokens' y, and to `weights` [R * T, K] those of their
+// routes.
+cudaError_t launch_fetch_backward(const DeviceRing& ring, const CallSpec& spec, float* weights, cudaStream_t stream);
+// out [num_pairs] = the gradients of this rank's weights, which the ranks of their experts have left here. Behind the
+// seal.
+cudaError_t launch_take_weight_gradients(const DeviceRing& ring, int64_t num_pairs, float* out, cudaStream_t stream);
+// Fills a tensor of 16-bit elements with NaN if the call has failed.
+cudaError_t launch_spoil_if_failed(const DeviceRing& ring, void* data, int64_t count, cudaStream_t stream);
 // Tells all ranks that this one has read and written what it ever will of the macro-chunk, and waits for all of them.
 cudaError_t launch_seal(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream);
 // Tells all ranks that this one has failed.

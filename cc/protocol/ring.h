@@ -100,6 +100,10 @@ struct RingLayout {
   int64_t computed = 0;  // [2][L] i32: routes of each expert that waves have computed, alternating by wave
   int64_t plan = 0;      // tables of a wave's plan
   int64_t activations = 0;  // [rows, I], rows of the largest wave
+  // In the place of the activations, during a backward over ranks, which keeps its own elsewhere: gradients of y by
+  // token like the token pool, and those of the owner's weights, [S * C, K] f32.
+  int64_t gradient_pool = 0;
+  int64_t weight_gradients = 0;
   int64_t total = 0;
 
   STREAMMOE_HD constexpr int64_t word(int64_t table, int64_t rank, int64_t slot, int64_t num_slots) const {
@@ -142,8 +146,13 @@ STREAMMOE_HD constexpr RingLayout make_ring_layout(const RingShape& s) {
   l.routes = at, at += s.on_gpu() && s.num_ranks > 1 ? align_line(s.num_ranks * macro_tokens * s.top_k * 4) : 0;
   l.computed = at, at += align_line(2 * s.num_experts * 4);
   l.plan = at, at += s.on_gpu() ? plan_table_bytes(blocks, s.num_experts) : 0;
-  l.activations = at, at += align_line(blocks * kRowBlock * s.intermediate * s.itemsize);
-  l.total = at;
+  l.activations = l.gradient_pool = at;
+  const int64_t forward_bytes = align_line(blocks * kRowBlock * s.intermediate * s.itemsize);
+  const int64_t pool_bytes = align_line(s.pool_tokens * s.hidden * s.itemsize);
+  l.weight_gradients = at + pool_bytes;
+  const int64_t backward_bytes =
+      s.on_gpu() && s.num_ranks > 1 ? pool_bytes + align_line(macro_tokens * s.top_k * 4) : 0;
+  l.total = at + (forward_bytes > backward_bytes ? forward_bytes : backward_bytes);
   return l;
 }
 

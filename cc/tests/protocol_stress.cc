@@ -425,7 +425,7 @@ void inconsistent_plans() {
   EXPECT(!world.ring->in_use(), "a refused plan opened the stream");
   const std::vector<std::function<void(CallSpec&)>> tagged = {
       [](auto& s) { s.problem.block_m *= 2; }, [](auto& s) { s.problem.limit = 7; }, [](auto& s) { s.packed = false; },
-      [](auto& s) { s.min_carry_rows += 1; }};
+      [](auto& s) { s.min_carry_rows += 1; }, [](auto& s) { s.backward = true; }};
   for (size_t n = 0; n < tagged.size(); ++n) {
     CallSpec other = good;
     tagged[n](other);

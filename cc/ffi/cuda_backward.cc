@@ -1,0 +1,209 @@
+// Handlers of the layer's backward on CUDA, bf16 and f16.
+//
+//   backward       x, dy, ids, weights, experts -> dx, d_weights, gradients of the expert tensors, workspace
+//   rows_backward  the same with dx_rows [N, K, H] for dx: the backward of rows, between XLA's collectives
+//   ring_backward  token, x, dy, ids, weights, experts -> token, as backward: over the ranks of a ring, by its name
+//
+// Contract: a call only enqueues kernels, copies and memsets on XLA's stream. The workspace is a result that XLA
+// allocates and nobody reads. Results of absent tensors are cleared: nobody else writes them. backward and
+// rows_backward carry the command-buffer trait; ring_backward does not: its ring is no operand, so only the order of
+// thunks, which the token fixes, keeps it apart from the other calls on that ring. Trade-off of the name for the
+// operand: a gradient cannot take a ring that the forward call has given back already.
+#include "ffi/cuda_backward.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+
+#include "cuda/status.h"
+#include "cuda/stream.h"
+#include "kernels/backward.h"
+
+namespace streammoe::ffi_glue {
+namespace {
+
+using Buffer = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+// Operands and results of a backward, as its handlers have them.
+struct BackwardCall {
+  const Buffer &x, &dy, &ids, &topk_weights;
+  const Buffer (&operands)[kNumWeights];
+  const Buffer &dx, &d_weights;
+  const Buffer (&results)[kNumWeights];
+  const Buffer& workspace;
+};
+
+// Checks everything but the workspace. by_route: the first result is dx_rows [N, K, H], a row per route, and not their
+// sums dx [T, H].
+Status read_backward(AttrReader& attrs, bool by_route, const BackwardCall& call, sm90::BackwardArgs* args) {
+  const ExpertProblem p = read_problem(attrs);
+  args->capacity = kernel_capacity(attrs.i64("capacity"));
+  STREAMMOE_RETURN_IF_ERROR(attrs.status());
+  STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
+  STREAMMOE_RETURN_IF_ERROR(read_weights(p, call.operands, &args->weights));
+  STREAMMOE_RETURN_IF_ERROR(read_gradients(p, call.results, &args->gradients));
+  sm90::BackwardSizes& s = args->sizes;
+  s.num_tokens = tokens_of(call.ids, p);
+  STREAMMOE_RETURN_IF_ERROR(expect_batch(p, s.num_tokens, call.x, call.ids, call.topk_weights));
+  const ffi::DataType type = element_type(p.dtype);
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("dy", call.dy, type, s.num_tokens * p.hidden));
+  const int64_t dx_rows = by_route ? s.num_tokens * p.top_k : s.num_tokens;
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer(by_route ? "dx_rows" : "dx", call.dx, type, dx_rows * p.hidden));
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer("d_weights", call.d_weights, ffi::DataType::F32, s.num_tokens * p.top_k));
+  s.top_k = p.top_k, s.hidden = p.hidden, s.intermediate = p.intermediate;
+  s.num_experts = p.num_experts, s.gated = is_gated(p.activation);
+  args->activation = p.activation, args->limit = p.limit, args->dtype = p.dtype;
+  args->x = call.x.untyped_data(), args->dy = call.dy.untyped_data();
+  (by_route ? args->dx_rows : args->dx) = call.dx.untyped_data();
+  args->topk_ids = call.ids.typed_data<int32_t>(), args->topk_weights = call.topk_weights.typed_data<float>();
+  args->d_weights = call.d_weights.typed_data<float>();
+  return {};
+}
+
+Status clear_absent(const Buffer (&results)[kNumWeights], cudaStream_t stream) {
+  for (const Buffer& result : results) {
+    if (result.element_count() > 1) continue;
+    STREAMMOE_CUDA(cudaMemsetAsync(result.untyped_data(), 0, result.size_bytes(), stream),
+                   "clearing the gradient of an absent tensor");
+  }
+  return {};
+}
+
+Status backward(bool by_route, cudaStream_t stream, const ffi::Dictionary& dictionary, const BackwardCall& call) {
+  AttrReader attrs(dictionary);
+  sm90::BackwardArgs args;
+  STREAMMOE_RETURN_IF_ERROR(read_backward(attrs, by_route, call, &args));
+  STREAMMOE_RETURN_IF_ERROR(expect_workspace(call.workspace, static_cast<int64_t>(sm90::backward_bytes(args.sizes))));
+  STREAMMOE_RETURN_IF_ERROR(clear_absent(call.results, stream));
+  return cuda::cuda_status(sm90::launch_backward_sm90(args, call.workspace.untyped_data(), stream),
+                           "launching the layer's backward");
+}
+
+template <bool kByRoute>
+ffi::Error backward_impl(cudaStream_t stream, ffi::Dictionary attrs, Buffer x, Buffer dy, Buffer ids,
+                         Buffer topk_weights, Buffer gate, Buffer up, Buffer down, Buffer b_gate, Buffer b_up,
+                         Buffer b_down, Result dx, Result d_weights, Result d_gate, Result d_up, Result d_down,
+                         Result d_b_gate, Result d_b_up, Result d_b_down, Result workspace) {
+  const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  const Buffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
+  const BackwardCall call = {x, dy, ids, topk_weights, operands, *dx, *d_weights, results, *workspace};
+  return to_ffi(backward(kByRoute, stream, attrs, call));
+}
+auto bind_backward() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Attrs<ffi::Dictionary>()
+      .Arg<Buffer>()  // x [T, H]
+      .Arg<Buffer>()  // dy [T, H]
+      .Arg<Buffer>()  // topk_ids [T, K] i32
+      .Arg<Buffer>()  // topk_weights [T, K] f32
+      .Arg<Buffer>()  // gate
+      .Arg<Buffer>()  // up
+      .Arg<Buffer>()  // down
+      .Arg<Buffer>()  // b_gate
+      .Arg<Buffer>()  // b_up
+      .Arg<Buffer>()  // b_down
+      .Ret<Buffer>()  // dx [T, H], or dx_rows [T, K, H]
+      .Ret<Buffer>()  // d_weights [T, K] f32
+      .Ret<Buffer>()  // gradients, as the six tensors
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>();  // workspace u8
+}
+XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl<false>, bind_backward(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kRowsBackward, backward_impl<true>, bind_backward(), {ffi::Traits::kCmdBufferCompatible});
+
+Status ring_backward(RingCall* ring, cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& dictionary,
+                     const Buffer& token_in, const Buffer& token_out, const BackwardCall& call) {
+  AttrReader attrs(dictionary);
+  const std::string name = attrs.text("ring");
+  sm90::BackwardArgs args;
+  STREAMMOE_RETURN_IF_ERROR(read_backward(attrs, false, call, &args));
+  STREAMMOE_RETURN_IF_ERROR(find_member(name, ordinal, ring));
+  CallSpec layer;
+  layer.problem.num_experts = args.sizes.num_experts, layer.problem.intermediate = args.sizes.intermediate;
+  layer.problem.hidden = args.sizes.hidden, layer.problem.top_k = args.sizes.top_k, layer.problem.dtype = args.dtype;
+  STREAMMOE_RETURN_IF_ERROR(expect_layer(*ring->ring, layer));
+  sm90::BackwardSizes all = args.sizes;
+  all.num_tokens *= ring->ring->shape().num_ranks;
+  const int64_t needed = static_cast<int64_t>(sm90::backward_bytes(all)) + all.num_tokens * all.top_k * 4;
+  STREAMMOE_RETURN_IF_ERROR(expect_workspace(call.workspace, needed));
+  STREAMMOE_RETURN_IF_ERROR(clear_absent(call.results, stream));
+  if (token_in.untyped_data() != token_out.untyped_data()) {
+    STREAMMOE_RETURN_IF_ERROR(
+        expect_buffer("token", token_out, token_in.element_type(), static_cast<int64_t>(token_in.element_count())));
+    STREAMMOE_CUDA(cudaMemcpyAsync(token_out.untyped_data(), token_in.untyped_data(), token_in.size_bytes(),
+                                   cudaMemcpyDeviceToDevice, stream),
+                   "carrying the token over");
+  }
+  std::array<cuda::Stream::GradientTensor, kNumWeights> gradients;
+  size_t present = 0;
+  for (const Buffer& result : call.results) {
+    const auto count = static_cast<int64_t>(result.element_count());
+    if (count > 1) gradients[present++] = {result.untyped_data(), count};
+  }
+  ring->in_place = true;  // from here on an error costs the ring: peers may be waiting for this rank
+  return static_cast<cuda::Stream&>(*ring->member->stream)
+      .backward(args, std::span(gradients).first(present), static_cast<uint8_t*>(call.workspace.untyped_data()),
+                stream);
+}
+
+ffi::Error ring_backward_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer token, Buffer x,
+                              Buffer dy, Buffer ids, Buffer topk_weights, Buffer gate, Buffer up, Buffer down,
+                              Buffer b_gate, Buffer b_up, Buffer b_down, Result token_out, Result dx, Result d_weights,
+                              Result d_gate, Result d_up, Result d_down, Result d_b_gate, Result d_b_up,
+                              Result d_b_down, Result workspace) {
+  const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  const Buffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
+  const BackwardCall call = {x, dy, ids, topk_weights, operands, *dx, *d_weights, results, *workspace};
+  RingCall ring;
+  const Status status = ring_backward(&ring, stream, ordinal, attrs, token, *token_out, call);
+  return finish(ring, status);
+}
+XLA_FFI_DEFINE_HANDLER(kRingBackward, ring_backward_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<Buffer>()  // token
+                           .Arg<Buffer>()  // x [T, H]
+                           .Arg<Buffer>()  // dy [T, H]
+                           .Arg<Buffer>()  // topk_ids [T, K] i32, of all ranks' experts
+                           .Arg<Buffer>()  // topk_weights [T, K] f32
+                           .Arg<Buffer>()  // gate
+                           .Arg<Buffer>()  // up
+                           .Arg<Buffer>()  // down
+                           .Arg<Buffer>()  // b_gate
+                           .Arg<Buffer>()  // b_up
+                           .Arg<Buffer>()  // b_down
+                           .Ret<Buffer>()  // token
+                           .Ret<Buffer>()  // dx [T, H]
+                           .Ret<Buffer>()  // d_weights [T, K] f32
+                           .Ret<Buffer>()  // gradients, as the six tensors
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>());  // workspace u8
+
+}  // namespace
+
+std::vector<CudaHandler> cuda_backward_handlers() {
+  return {{"backward", "initialize", load_kernels_handler()},
+          {"backward", "execute", reinterpret_cast<void*>(+kBackward)},
+          {"rows_backward", "initialize", load_kernels_handler()},
+          {"rows_backward", "execute", reinterpret_cast<void*>(+kRowsBackward)},
+          {"ring_backward", "execute", reinterpret_cast<void*>(+kRingBackward)}};
+}
+
+int64_t cuda_backward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
+                            int64_t num_experts, bool gated) {
+  return static_cast<int64_t>(sm90::backward_bytes({num_tokens, top_k, hidden, intermediate, num_experts, gated}));
+}
+
+}  // namespace streammoe::ffi_glue
