@@ -290,7 +290,8 @@ def test_the_gradient_over_a_ring_is_one_call_behind_its_forward():
     on = NamedSharding(mesh, P("ep"))
     shapes = [((2 * T, H), jnp.bfloat16), ((2 * T, K), jnp.float32), ((E, H, 2 * I), jnp.bfloat16)]
     operands = [gpu.abstract(*shape, on) for shape in (*shapes, ((E, I, H), jnp.bfloat16))]
-    ids, ring = gpu.abstract((2 * T, K), jnp.int32, on), gpu.abstract_ring(CONFIG, chunk_tokens=T, num_slots=1, mesh=mesh)
+    ids = gpu.abstract((2 * T, K), jnp.int32, on)
+    ring = gpu.abstract_ring(CONFIG, chunk_tokens=T, num_slots=1, mesh=mesh)
 
     def loss(operands, ids, ring):
         x, weights, *experts = operands
