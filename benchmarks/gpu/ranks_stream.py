@@ -4,9 +4,9 @@ Contract: run as `python benchmarks/gpu/ranks_stream.py --out FILE` on a machine
 importable; writes the records `stream/Rgpu/SHAPE/T8192/PRODUCER/nN` (T tokens per rank) in the form of stream.py, whose
 producers and inputs these are. T_b is the producer and `ep.moe` on a ring of one slot, T_s the streamed call; streamed
 results are compared with T_b's before they are timed. Launches donate rings and outputs to the next one, see ranks.py.
-PRODUCER-late is the same with rank 0 behind the others by about 0.3 ms: its router waits for work of its own. That work
-is a layer whose routes are masked on the other ranks, and not a `lax.cond`: XLA reads the predicate of a cond on the
-host, which would wait for the device in the middle of every step.
+PRODUCER-late is the same with rank 0 about 0.3 ms behind the others: its producer waits for work of its own, a layer
+whose routes are masked on the other ranks. It is not a `lax.cond`, whose predicate XLA reads on the host: that would
+wait for the device in the middle of every step.
 """
 
 from __future__ import annotations
@@ -44,20 +44,23 @@ class Late(NamedTuple):
 
 
 def delay(mesh: Any, params: tuple, late: Late | None, shift: int = 0) -> tuple:
-    """Router parameters that rank `late.rank` has only after a layer; their values are the same."""
+    """Producer parameters that rank `late.rank` has only after a layer; their values are the same.
+
+    It is the last one, the norm's scale, because tokens and routes both wait for it.
+    """
     if late is None:
         return params
 
-    def rank(w_router: jax.Array, late: Late) -> jax.Array:
+    def rank(scale: jax.Array, late: Late) -> jax.Array:
         x = jnp.roll(late.x, shift, axis=0)
         ids = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] % LATE_CONFIG.num_experts
         ids = jnp.where(jax.lax.axis_index("ep") == late.rank, ids, -1)
         weights = jnp.ones(ids.shape, jnp.float32)
         y = sm.moe(x, ids, weights, late.w_gate_up, late.w_down, config=LATE_CONFIG)
-        return w_router + y[:1, :1] * jnp.bfloat16(1e-30)  # below the last bit of any weight
+        return scale + y[0, :1] * jnp.bfloat16(1e-30)  # below the last bit of a scale of 1
 
     run = jax.shard_map(rank, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return run(params[0], late), *params[1:]
+    return *params[:-1], run(params[-1], late)
 
 
 def make_late(mesh: Any, params: tuple) -> tuple[Late, float]:
@@ -198,7 +201,7 @@ def main() -> None:
     late: tuple[Late | None, float] = (None, 0.0)
     if any(p.endswith("-late") for p in options.producers):
         whole = NamedSharding(mesh, P())
-        late = make_late(mesh, (jax.device_put(jnp.ones((256, 128), jnp.bfloat16), whole),))
+        late = make_late(mesh, (jax.device_put(jnp.ones((256,), jnp.bfloat16), whole),))
         print(f"a late rank is {late[1]:.3f} ms late", flush=True)
     records: list[dict] = []
     for name in options.shapes:
