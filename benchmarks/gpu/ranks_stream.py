@@ -5,8 +5,8 @@ importable; writes the records `stream/Rgpu/SHAPE/T8192/PRODUCER/nN` (T tokens p
 producers and inputs these are. T_b is the producer and `ep.moe` on a ring of one slot, T_s the streamed call; streamed
 results are compared with T_b's before they are timed. Launches donate rings and outputs to the next one, see ranks.py.
 PRODUCER-late is the same with rank 0 about 0.3 ms behind the others: its producer waits for work of its own, a layer
-whose routes are masked on the other ranks. It is not a `lax.cond`, whose predicate XLA reads on the host: that would
-wait for the device in the middle of every step.
+whose routes are masked on the other ranks. It is not a `lax.cond`, whose predicate XLA reads on the host unless a
+command buffer holds the cond: the host would wait for the device in the middle of a step.
 """
 
 from __future__ import annotations
