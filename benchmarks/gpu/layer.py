@@ -4,7 +4,10 @@ Contract: run as `python benchmarks/gpu/layer.py --out FILE` with the library im
 benchmarks/README.md describes them and prints a table. Random data, random routings; a value is checked against
 `sm.reference` on part of the batch before anything is timed. A figure is the median over rounds in which the versions
 take turns; a call is timed as 1/n of a program that makes n calls one after the other, on different tokens and routes,
-launched a few times in a row: what is timed is device time inside jit, and a share of one dispatch.
+launched a few times in a row: what is timed is device time inside jit, and a share of one dispatch. A launch donates
+the outputs of the launch before it, as a decode loop donates its state: XLA records a command buffer again whenever an
+address in it is new, which costs about 50 us of host time per call and would hide what the device does. Price: the
+outputs of all calls of a program stay allocated.
 """
 
 from __future__ import annotations
@@ -33,22 +36,26 @@ SHAPES = {
     "dsv3-shard": (7168, 2048, 32, 8),
 }
 PREFILL = 8192
-DECODE = (1, 8, 64, 128)
+DECODE = (1, 8, 16, 64, 128)
 WARM_UP, ROUNDS, LAUNCHES = 3, 7, 4
 COPY_BYTES_PER_S = 4.05e12  # what reads of weights reach on this part
 
 
-def pallas_layer(x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """The same layer from Pallas' Mosaic ragged_dot for Hopper."""
+def pallas_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Pallas' Mosaic ragged_dot for Hopper; rows behind the last group are not written."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     tiles = dict(block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=1)
+    return ragged_dot_mgpu.ragged_dot(rows, weights, group_sizes=sizes, **tiles)
+
+
+def pallas_layer(x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    """The same layer from pallas_dot."""
     num_tokens, top_k = topk_ids.shape
     order = jnp.argsort(topk_ids.reshape(-1))
     sizes = jnp.bincount(topk_ids.reshape(-1), length=w_down.shape[0]).astype(jnp.int32)
-    both = ragged_dot_mgpu.ragged_dot(x[order // top_k], w_gate_up, group_sizes=sizes, **tiles)
-    gate, up = jnp.split(both, 2, axis=-1)
-    rows = ragged_dot_mgpu.ragged_dot((jax.nn.silu(gate) * up).astype(x.dtype), w_down, group_sizes=sizes, **tiles)
+    gate, up = jnp.split(pallas_dot(x[order // top_k], w_gate_up, sizes), 2, axis=-1)
+    rows = pallas_dot((jax.nn.silu(gate) * up).astype(x.dtype), w_down, sizes)
     rows = jnp.zeros_like(rows).at[order].set(rows).reshape(num_tokens, top_k, -1)
     return jnp.einsum("tkh,tk->th", rows.astype(jnp.float32), topk_weights).astype(x.dtype)
 
@@ -73,8 +80,15 @@ def make(shape: tuple[int, int, int, int], num_tokens: int) -> tuple[sm.MoEConfi
 
 
 def program(layer: Any) -> Any:
-    """One call per batch of tokens and routes, one after the other; nothing else, so all that is timed is the layer."""
-    return jax.jit(lambda batches, *rest: [layer(*batch, *rest) for batch in batches])
+    """One call per batch of tokens and routes, one after the other, into `out`, the results of the launch before.
+
+    There is nothing else, so all that is timed is the layer.
+    """
+
+    def run(out: list, batches: list, *rest: jax.Array) -> list:
+        return [layer(*batch, *rest) for batch in batches]
+
+    return jax.jit(run, donate_argnums=0, keep_unused=True)
 
 
 def timed(versions: dict[str, Any], args: tuple, repeats: dict[str, int]) -> dict[str, float]:
@@ -82,13 +96,14 @@ def timed(versions: dict[str, Any], args: tuple, repeats: dict[str, int]) -> dic
     x, ids, weights, *experts = args
     batches = [(jnp.roll(x, n, axis=1), jnp.roll(ids, n, axis=0), weights) for n in range(max(repeats.values()))]
     programs = {n: program(f) for n, f in versions.items()}
+    outs = {n: [jnp.zeros_like(x) for _ in range(repeats[n])] for n in versions}
     samples: dict[str, list[float]] = {n: [] for n in versions}
     for turn in range(WARM_UP + ROUNDS):
         for name, run in programs.items():
             begin = time.perf_counter()
             for _ in range(LAUNCHES):
-                out = run(batches[: repeats[name]], *experts)
-            jax.block_until_ready(out)
+                outs[name] = run(outs[name], batches[: repeats[name]], *experts)
+            jax.block_until_ready(outs[name])
             if turn >= WARM_UP:
                 samples[name].append((time.perf_counter() - begin) / repeats[name] / LAUNCHES)
     return {n: statistics.median(s) for n, s in samples.items()}

@@ -1,17 +1,19 @@
-"""The expert-parallel layer on the GPUs of one host: `ep.moe` on a ring, per-GPU speed, beside layers from collectives.
+"""The expert-parallel layer on the GPUs of one host: `ep.moe` on a ring, per-GPU speed, beside layers from stock parts.
 
 Contract: run as `python benchmarks/gpu/ranks.py --out FILE` on a machine with at least two GPUs and the library
-importable; writes the records `layer_fwd/Rgpu/SHAPE/T8192` (TFLOP/s per GPU of 6 T K H I, T tokens per rank) and
-`decode/Rgpu/SHAPE/T128` (us). Random data, random routings; the result is compared before it is timed.
-A figure is the median over rounds in which the versions take turns, each timed as one of several launches in a row on
-different routes. The baseline `all_gather` gathers all tokens, computes the local experts with `sm.moe`, and
-reduce-scatters in float32: what a user builds from a fast single-GPU layer and JAX's collectives.
+importable; writes the records `layer_fwd/Rgpu/SHAPE/T8192` (TFLOP/s per GPU of 6 T K H I, T tokens per rank),
+`decode/Rgpu/SHAPE/T128` (us) and `ring_bytes/Rgpu/qwen3-235b` (GiB per rank). Random data, random routings; results are
+compared before they are timed. A figure is the median over rounds in which the versions take turns; a call is timed as
+1/n of a program that makes n calls one after the other, on different routes and the same ring, launched a few times in
+a row. A launch donates ring and outputs of the launch before it, so addresses repeat and XLA's command buffers are
+recorded once. Baselines are those of rank_layers.py; one that does not compile, run or agree is printed and left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -21,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rank_layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,12 +36,16 @@ SHAPES = {
     "mixtral-8x7b": (4096, 14336, 8, 2),
 }
 PREFILL, DECODE = 8192, 128
-WARM_UP, ROUNDS, LAUNCHES = 2, 7, 5
+CALLS = {PREFILL: 3, DECODE: 12}  # per program
+RING_SHAPE, RING_TOKENS = "qwen3-235b", 8192
+WARM_UP, ROUNDS, LAUNCHES = 2, 7, 4
 COPY_BYTES_PER_S = 4.05e12
 
 
-def make(shape: tuple[int, int, int, int], num_tokens: int, mesh: Any) -> tuple[sm.MoEConfig, list, tuple]:
-    """Config, two batches (x, ids, weights) and the experts, over the ranks."""
+def make(
+    shape: tuple[int, int, int, int], num_tokens: int, mesh: Any, num_batches: int
+) -> tuple[sm.MoEConfig, list, tuple]:
+    """Config, batches (x, ids, weights) and the experts, over the ranks."""
     hidden, inner, experts, top_k = shape
     config = sm.MoEConfig(experts, top_k, hidden, inner, dtype=jnp.bfloat16)
     keys = jax.random.split(jax.random.key(num_tokens + hidden), 4)
@@ -52,7 +59,11 @@ def make(shape: tuple[int, int, int, int], num_tokens: int, mesh: Any) -> tuple[
     _, ids = jax.lax.top_k(jax.random.uniform(keys[0], (total, experts)), top_k)
     weights = jax.device_put(jax.random.uniform(keys[1], (total, top_k), minval=0.5) / top_k, sharding)
     x = normal(keys[2], (total, hidden), 1)
-    batches = [(x, jax.device_put(jnp.roll(ids, n, axis=0).astype(jnp.int32), sharding), weights) for n in range(2)]
+    place = functools.partial(jax.device_put, device=sharding)
+    batches = [
+        (place(jnp.roll(x, n, axis=1)), place(jnp.roll(ids, n, axis=0).astype(jnp.int32)), weights)
+        for n in range(num_batches)
+    ]
     return (
         config,
         batches,
@@ -60,82 +71,112 @@ def make(shape: tuple[int, int, int, int], num_tokens: int, mesh: Any) -> tuple[
     )
 
 
-def all_gather_layer(config: sm.MoEConfig, mesh: Any) -> Any:
-    """All tokens on every GPU, local experts there, sums scattered back."""
-    local = sm.MoEConfig(
-        config.num_experts // mesh.size, config.top_k, config.hidden, config.intermediate, dtype=config.dtype
-    )
+def ring_program(ep: Any) -> Any:
+    """(outputs of the launch before, ring, batches, *experts) -> outputs, ring; a call per batch, in a row."""
 
-    def rank(x: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-        x, ids, weights = (jax.lax.all_gather(a, "ep", tiled=True) for a in (x, ids, weights))
-        ids = ids - jax.lax.axis_index("ep") * local.num_experts
-        y = sm.moe(x, jnp.where((ids >= 0) & (ids < local.num_experts), ids, -1), weights, gate_up, down, config=local)
-        return jax.lax.psum_scatter(y.astype(jnp.float32), "ep", tiled=True).astype(x.dtype)
+    def run(out: list, ring: Any, batches: list, *experts: jax.Array) -> tuple[list, Any]:
+        results = []
+        for batch in batches:
+            y, ring, _ = ep.moe(*batch, *experts, ring=ring)
+            results.append(y)
+        return results, ring
 
-    return jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    return jax.jit(run, donate_argnums=(0, 1), keep_unused=True)
 
 
-def measure(name: str, num_tokens: int, mesh: Any, baselines: bool) -> dict[str, float]:
-    config, batches, experts = make(SHAPES[name], num_tokens, mesh)
+def stock_program(layer: Any) -> Any:
+    """The same without a ring, which comes back as it was."""
+
+    def run(out: list, ring: None, batches: list, *experts: jax.Array) -> tuple[list, None]:
+        return [layer(*batch, *experts) for batch in batches], ring
+
+    return jax.jit(run, donate_argnums=0, keep_unused=True)
+
+
+def outputs(batches: list) -> list[jax.Array]:
+    """What a program's first launch donates."""
+    return [jnp.zeros_like(x) for x, _, _ in batches]
+
+
+def measure(name: str, num_tokens: int, mesh: Any, stock: list[str]) -> dict[str, float]:
+    """Median seconds of one call on the ring, and of the baselines that work."""
+    config, batches, experts = make(SHAPES[name], num_tokens, mesh, CALLS[num_tokens])
     ep = sm.expert_parallel(config, mesh=mesh)
     ring = sm.make_ring(config, chunk_tokens=num_tokens, num_slots=1, mesh=mesh, name=name)
-    state = {"ring": ring}
-    run = jax.jit(ep.moe, donate_argnames="ring")
+    programs, states = {"ring": ring_program(ep)}, {"ring": (outputs(batches), ring)}
+    del ring
 
-    def ours(turn: int) -> jax.Array:
-        y, state["ring"], _ = run(*batches[turn % 2], *experts, ring=state["ring"])
-        return y
+    def launch(version: str) -> list[jax.Array]:
+        states[version] = programs[version](*states[version], batches, *experts)
+        return states[version][0]
 
-    theirs = all_gather_layer(config, mesh)
-    versions = {"ring": ours, "all_gather": lambda turn: theirs(*batches[turn % 2], *experts)}
-    check(versions["ring"](0), versions["all_gather"](0))
-    if not baselines:
-        del versions["all_gather"]
-    samples: dict[str, list[float]] = {n: [] for n in versions}
-    for turn in range(WARM_UP + ROUNDS):
-        for n, version in versions.items():
-            begin = time.perf_counter()
-            for launch in range(LAUNCHES):
-                out = version(launch)
-            jax.block_until_ready(out)
-            if turn >= WARM_UP:
-                samples[n].append((time.perf_counter() - begin) / LAUNCHES)
+    ours = [np.asarray(y[::97], np.float32) for y in launch("ring")]
+    theirs = jax.jit(rank_layers.make("all_gather", config, mesh))
+    for got, batch in zip(ours, batches, strict=True):
+        check(got, theirs(*batch, *experts))
+    for baseline in stock:
+        try:
+            programs[baseline] = stock_program(rank_layers.make(baseline, config, mesh))
+            states[baseline] = (outputs(batches), None)
+            for got, want in zip(ours, launch(baseline), strict=True):
+                check(got, want)
+        except Exception as error:  # stock parts come and go with versions of JAX: what is there is measured
+            print(f"{name}: no baseline {baseline}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+            programs.pop(baseline, None), states.pop(baseline, None)
+    samples: dict[str, list[float]] = {n: [] for n in programs}
+    for turn, version in itertools.product(range(WARM_UP + ROUNDS), programs):
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            out = launch(version)
+        jax.block_until_ready(out)
+        if turn >= WARM_UP:
+            samples[version].append((time.perf_counter() - begin) / LAUNCHES / len(batches))
     sm.close_ring(name)
     return {n: statistics.median(s) for n, s in samples.items()}
 
 
-def check(got: jax.Array, want: jax.Array) -> None:
-    got, want = (np.asarray(a[::97], np.float32) for a in (got, want))
+def check(got: np.ndarray, want: jax.Array) -> None:
+    """got: every 97th row of what `want` should be."""
+    want = np.asarray(want[::97], np.float32)
     error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     if not error < 1e-2:
-        raise RuntimeError(f"relative difference {error} to the layer from collectives")
+        raise RuntimeError(f"relative difference {error} between the layers")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--stock", nargs="*", choices=rank_layers.STOCK, default=list(rank_layers.STOCK))
+    parser.add_argument("--ranks", type=int, help="use the first so many devices; all by default")
     parser.add_argument("--commit", default="", help="of the measured tree, where it is not a git checkout")
     options = parser.parse_args()
-    mesh = jax.make_mesh((len(jax.devices()),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    devices = jax.devices()[: options.ranks]
+    mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     ranks, records = mesh.size, []
     add = functools.partial(record, dtype=jnp.bfloat16, num_devices=ranks, revision=options.commit)
+
+    def done(what: str, value: float, unit: str, baselines: dict[str, float]) -> None:
+        records.append(add(what, value, unit, baselines))
+        print(what, f"{value:.4g} {unit}", {k: round(v, 3) for k, v in baselines.items()}, flush=True)
+        options.out.write_text(json.dumps(records, indent=1) + "\n")
+
+    hidden, inner, experts, top_k = SHAPES[RING_SHAPE]
+    ring_bytes = sm.ring_bytes(
+        sm.MoEConfig(experts, top_k, hidden, inner, dtype=jnp.bfloat16), chunk_tokens=RING_TOKENS, num_slots=1,
+        num_ranks=ranks, platform="cuda",
+    )  # fmt: skip
+    done(f"ring_bytes/{ranks}gpu/{RING_SHAPE}", ring_bytes / 2**30, "GiB", {})
     for name in options.shapes:
         hidden, inner, experts, top_k = SHAPES[name]
         flops = 6 * PREFILL * top_k * hidden * inner
-        seconds = measure(name, PREFILL, mesh, True)
+        seconds = measure(name, PREFILL, mesh, options.stock)
         times = {f"{n}_ms": s * 1e3 for n, s in seconds.items()}
-        times["all_gather_tflops"] = flops / seconds["all_gather"] / 1e12
-        value = flops / seconds["ring"] / 1e12
-        records.append(add(f"layer_fwd/{ranks}gpu/{name}/T{PREFILL}", value, "TFLOP/s", times))
-        print(name, f"{value:.0f} TFLOP/s per GPU", {k: round(v, 3) for k, v in times.items()}, flush=True)
-        seconds = measure(name, DECODE, mesh, False)
+        times |= {f"{n}_tflops": flops / s / 1e12 for n, s in seconds.items() if n != "ring"}
+        done(f"layer_fwd/{ranks}gpu/{name}/T{PREFILL}", flops / seconds["ring"] / 1e12, "TFLOP/s", times)
+        seconds = measure(name, DECODE, mesh, [])
         floor = experts // ranks * 3 * hidden * inner * 2 / COPY_BYTES_PER_S * 1e6
-        records.append(
-            add(f"decode/{ranks}gpu/{name}/T{DECODE}", seconds["ring"] * 1e6, "us", {"weight_read_us": floor})
-        )
-        print(name, f"decode {seconds['ring'] * 1e6:.0f} us, weights {floor:.0f} us", flush=True)
-        options.out.write_text(json.dumps(records, indent=1) + "\n")
+        done(f"decode/{ranks}gpu/{name}/T{DECODE}", seconds["ring"] * 1e6, "us", {"weight_read_us": floor})
 
 
 if __name__ == "__main__":

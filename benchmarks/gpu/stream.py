@@ -23,6 +23,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_streammoe as sm
 from jax_streammoe import costs
@@ -41,24 +43,31 @@ WARM_UP, ROUNDS, LAUNCHES = 1, 7, 4
 
 
 class Case:
-    """One shape, token count and producer: programs for P, T_b and every n, and their inputs."""
+    """One shape, token count and producer: functions for P, T_b and every n, and their inputs.
 
-    def __init__(self, name: str, num_tokens: int, producer: str):
+    With a mesh (of the one axis "ep") every rank has num_tokens tokens and its part of the experts.
+    """
+
+    def __init__(self, name: str, num_tokens: int, producer: str, mesh: Any = None):
         hidden, inner, experts, top_k = SHAPES[name]
         self.config = sm.MoEConfig(experts, top_k, hidden, inner, dtype=jnp.bfloat16)
-        self.name, self.num_tokens, self.producer = name, num_tokens, producer
+        self.name, self.num_tokens, self.producer, self.mesh = name, num_tokens, producer, mesh
+        split, whole = (NamedSharding(mesh, P("ep")), NamedSharding(mesh, P())) if mesh else (None, None)
+        total = num_tokens * (mesh.size if mesh else 1)
         keys = jax.random.split(jax.random.key(num_tokens), 5)
 
-        def normal(key: Any, dims: tuple[int, ...], depth: int) -> jax.Array:
-            return jax.jit(lambda: jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(depth**-0.5))()
+        def normal(key: Any, dims: tuple[int, ...], depth: int, sharding: Any = split) -> jax.Array:
+            draw = lambda: jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(depth**-0.5)
+            return jax.jit(draw, out_shardings=sharding)()
 
         seconds = 6 * num_tokens * top_k * hidden * inner / LAYER_TFLOPS
         copies = max(1, round(0.25 * seconds * READ_BYTES_PER_S / (num_tokens * hidden * 2)))
         self.copies = copies if producer == "reader" else 0
-        scales = normal(keys[4], (1, max(self.copies, 1), 1), 1)
-        self.inputs = jax.jit(jnp.multiply)(normal(keys[0], (num_tokens, 1, hidden), 1), scales)
+        scales = normal(keys[4], (1, max(self.copies, 1), 1), 1, whole)
+        self.inputs = jax.jit(jnp.multiply, out_shardings=split)(normal(keys[0], (total, 1, hidden), 1), scales)
         # Routers start near uniform: a small spread, so that experts are loaded alike but at random.
-        self.params = (normal(keys[1], (hidden, experts), 4 * hidden), jnp.ones((hidden,), jnp.bfloat16))
+        scale = jax.device_put(jnp.ones((hidden,), jnp.bfloat16), whole)
+        self.params = (normal(keys[1], (hidden, experts), 4 * hidden, whole), scale)
         self.experts = (
             normal(keys[2], (experts, hidden, 2 * inner), hidden), normal(keys[3], (experts, inner, hidden), inner),
         )  # fmt: skip
@@ -88,8 +97,9 @@ class Case:
     def ring(self, chunks: Any) -> Any:
         n = 2 if chunks == "auto" else chunks  # what "auto" would cut: it may also take the batch-ready call
         return sm.make_ring(
-            self.config, chunk_tokens=-(-self.num_tokens // n), num_slots=n, name=f"{self.name}/{self.num_tokens}"
-        )
+            self.config, chunk_tokens=-(-self.num_tokens // n), num_slots=n, mesh=self.mesh,
+            name=f"{self.name}/{self.num_tokens}",
+        )  # fmt: skip
 
 
 def versions_of(case: Case, chunks: list[Any], policy: str) -> dict[str, Any]:
