@@ -12,6 +12,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -39,6 +40,11 @@ MODES: dict[str, dict[str, Any] | None] = {
 }
 CALLS = 3  # of a program: XLA captures the batch-ready one
 DEADLINE_S = 8.0  # of the ring whose peer dies
+SQUARE = 1024  # of the matrix that cuBLAS multiplies
+LATE_S = 1.0  # of the late rank, when cuBLAS starts beside the call
+CUBLAS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+SHORT = 200  # tokens of a rank in the other of two layers
+ROUTINGS = 3
 
 
 def problem_of(processes: int) -> oracle.Problem:
@@ -172,6 +178,112 @@ def survive(run: Callable[..., Any], args: list[jax.Array], ring: sm.Ring, dead:
         assert f"ring {ring.name!r} is unusable" in str(error), error
     else:
         raise AssertionError("a failed ring was used")
+
+
+def first_call(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path, inside: bool) -> None:
+    """The first that this process runs on a new ring is the call over ranks, beside the first use of cuBLAS.
+
+    The last rank is late, so kernels of the others wait for it while cuBLAS starts, which loads kernels and takes
+    memory. Its products are in the same program, or in one that another thread runs: at once on the late rank, on the
+    others when the call waits already. Autotuning would use cuBLAS before, in the compiler.
+    """
+    args, ring, late = place(problem, mesh), ring_of(problem, mesh, name="first"), mesh.size - 1
+    matrix = np.random.default_rng(0).integers(-2, 3, (SQUARE, SQUARE)).astype(np.float32)
+    layer = program(problem, mesh, "overlap")
+
+    def with_products(m: Any, x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, ring: Any) -> Any:
+        y, ring = layer(x, ids, weights, w_gate_up, w_down, ring)
+        return y, ring, m @ m.T
+
+    if inside:
+        m = jax.make_array_from_callback(matrix.shape, NamedSharding(mesh, P()), lambda i: matrix[i])
+        run = jax.jit(with_products, donate_argnames="ring").lower(m, *args, ring).compile(CUBLAS)
+        call = lambda: run(m, *args, ring)
+        beside = None
+    else:
+        m = jax.device_put(matrix, jax.local_devices()[0])
+        product = jax.jit(lambda m: m @ m.T).lower(m).compile(CUBLAS)
+        run = jax.jit(layer, donate_argnames="ring").lower(*args, ring).compile(CUBLAS)
+        call = lambda: (*run(*args, ring), None)
+        products: list[jax.Array] = []
+
+        def multiply() -> None:
+            time.sleep(0 if jax.process_index() == late else LATE_S / 2)
+            products.extend(product(m) for _ in range(20))
+
+        beside = threading.Thread(target=multiply)
+        beside.start()
+    with sm.testing.fault(ring.name, "publish_route", "delay", rank=late, seconds=LATE_S):
+        y, ring, result = jax.block_until_ready(call())
+    if beside is not None:
+        beside.join()
+        assert len(products) == 20
+        result = products[-1]
+    np.testing.assert_array_equal(result.addressable_data(0), matrix @ matrix.T)  # small integers: exact
+    save(folder, "0-first", y)
+    ring.check()
+
+
+def first_with_product(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    first_call(problem, mesh, folder, inside=True)
+
+
+def first_beside_thread(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    first_call(problem, mesh, folder, inside=False)
+
+
+def other_order(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    """Rank 0 runs layer A and then B, the others B and then A: errors that say so, soon, and a new ring works."""
+    ring = ring_of(problem, mesh, name="order")
+    short = problem.replace(**{name: rows_of(problem, name, mesh.size) for name in ("x", "topk_ids", "topk_weights")})
+    layers = {}
+    for name, p in (("A", problem), ("B", short)):
+        args = place(p, mesh)
+        run = jax.jit(program(p, mesh, "overlap"), donate_argnames="ring").lower(*args, ring).compile()
+        layers[name] = (run, args)
+    begin = time.monotonic()
+    for name in "AB" if jax.process_index() == 0 else "BA":
+        run, args = layers[name]
+        try:
+            y, ring = jax.block_until_ready(run(*args, ring))
+        except RuntimeError as error:  # a handler of the call that found it raises, and the ring's array is gone
+            print("EXPECTED", name, error, flush=True)
+            break
+        for shard in y.addressable_shards:
+            assert np.isnan(np.asarray(shard.data, np.float32)).all(), f"layer {name} has a result"
+    try:
+        ring.check()
+    except RuntimeError as error:
+        text = str(error)
+        assert "is unusable" in text and ("disagree about the" in text or "because rank" in text), text
+        print("EXPECTED", text, flush=True)
+    else:
+        raise AssertionError("two orders were not noticed")
+    assert time.monotonic() - begin < RING["timeout_s"] / 2, "ended by the deadline"
+    ring = ring_of(problem, mesh, name="order")
+    for name in "AB":
+        run, args = layers[name]
+        y, ring = jax.block_until_ready(run(*args, ring))
+        save(folder, f"0-{name}", y)
+    ring.check()
+
+
+def rows_of(problem: oracle.Problem, name: str, processes: int) -> np.ndarray:
+    """The first SHORT tokens of each rank."""
+    value = getattr(problem, name)
+    return value.reshape(processes, TOKENS, -1)[:, :SHORT].reshape(processes * SHORT, -1)
+
+
+def replays(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    """The batch-ready call, captured and replayed 12 times, with another routing than the time before."""
+    routings = [problem.replace(topk_ids=np.roll(problem.topk_ids, n, axis=0)) for n in range(ROUTINGS)]
+    args, ring = [place(p, mesh) for p in routings], ring_of(problem, mesh, name="replays")
+    layer = jax.jit(program(problem, mesh, "batch"), donate_argnames="ring")
+    run = layer.lower(*args[0], ring).compile({"xla_gpu_graph_min_graph_size": 1})
+    for turn in range(13):  # the first is not a replay
+        y, ring = jax.block_until_ready(run(*args[turn % ROUTINGS], ring))
+        save(folder, f"{turn:02d}-replay", y)
+    ring.check()
 
 
 def main() -> None:

@@ -88,6 +88,31 @@ def test_split_weights_and_parts_of_a_batch_have_the_same_bits(rng):
     np.testing.assert_array_equal(np.asarray(part).view(np.uint16), whole[100:261])
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+def test_small_batches_have_the_bits_of_a_large_one(rng, activation):
+    """They ask for weights before the plan is there (heuristics.h): by ids up to 512 routes, by a guess beyond them.
+
+    The ids come from the kernel before, and some of them name no expert; the large batch asks for nothing.
+    """
+    sizes = dict(T=2100, H=256, I=328, E=16, K=4)
+    problem = oracle.make_problem(
+        rng, **sizes, masked=0.2, invalid=0.2, duplicates=True, activation=activation, dtype=jnp.bfloat16
+    )
+    x, ids, weights, gate_up, down = oracle.as_jax(problem).args
+    f = jax.jit(
+        lambda x, ids, weights, gate_up, down: sm.moe(x, ids + 1, weights, gate_up, down, config=problem.config)
+    )
+    whole = np.asarray(f(x, ids - 1, weights, gate_up, down)).view(np.uint16)
+    assert whole.any()
+    start = 0
+    for num_tokens in (1, 2, 3, 8, 40, 128, 129, 500):
+        for _ in range(3):
+            part = slice(start, start + num_tokens)
+            got = f(x[part], ids[part] - 1, weights[part], gate_up, down)
+            np.testing.assert_array_equal(np.asarray(got).view(np.uint16), whole[part], err_msg=f"T {num_tokens}")
+            start = (start + num_tokens) % (2100 - 500)
+
+
 def test_a_masked_token_of_nan_reaches_nobody(rng):
     problem = oracle.make_problem(rng, **SIZES["many experts"], dtype=jnp.bfloat16)
     x, ids, weights, gate_up, down = oracle.as_jax(problem).args

@@ -11,6 +11,7 @@ import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,11 +38,16 @@ def run(scenario, folder, visible, memory, codes=()):
 
 
 @pytest.fixture(scope="module")
-def wanted():
-    """One GPU."""
+def layer():
+    """topk_ids -> the bits of y on one GPU."""
     problem = oracle.as_jax(worker.problem_of(COUNT))
-    y = jax.jit(functools.partial(sm.moe, **problem.kwargs))(*problem.args)
-    return np.asarray(y).view(np.uint16)
+    run = jax.jit(functools.partial(sm.moe, **problem.kwargs))
+    return lambda topk_ids: np.asarray(run(problem.x, jnp.asarray(topk_ids), *problem.args[2:])).view(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def wanted(layer):
+    return layer(worker.problem_of(COUNT).topk_ids)
 
 
 @pytest.mark.parametrize(("visible", "memory"), [("one", "pool"), ("all", "growing"), ("one", "platform")])
@@ -56,6 +62,36 @@ def test_same_bits_as_one_process(tmp_path, wanted, visible, memory):
 def test_memory_that_cannot_be_shared_is_refused(tmp_path):
     for output in run("refused", tmp_path, "one", "async"):
         assert "EXPECTED" in output and "DONE" in output
+
+
+@pytest.mark.parametrize(
+    ("scenario", "visible"),
+    [("first_with_product", "one"), ("first_beside_thread", "one"), ("first_beside_thread", "all")],
+)
+def test_a_first_call_beside_the_start_of_cublas(tmp_path, wanted, scenario, visible):
+    for output in run(scenario, tmp_path, visible, "growing"):
+        assert "DONE" in output
+    np.testing.assert_array_equal(worker.load(tmp_path, "0-first"), wanted)
+
+
+def test_ranks_that_call_in_another_order(tmp_path, wanted):
+    outputs = run("other_order", tmp_path, "one", "pool")
+    assert all("EXPECTED" in output and "DONE" in output for output in outputs)
+    assert any("disagree about the" in output for output in outputs), outputs
+    np.testing.assert_array_equal(worker.load(tmp_path, "0-A"), wanted)
+    rows = wanted.reshape(COUNT, worker.TOKENS, -1)[:, : worker.SHORT].reshape(COUNT * worker.SHORT, -1)
+    np.testing.assert_array_equal(worker.load(tmp_path, "0-B"), rows)
+
+
+def test_replays_with_alternating_routes(tmp_path, layer):
+    for output in run("replays", tmp_path, "one", "pool"):
+        assert "DONE" in output
+    problem = worker.problem_of(COUNT)
+    wants = [layer(np.roll(problem.topk_ids, n, axis=0)) for n in range(worker.ROUTINGS)]
+    assert len({want.tobytes() for want in wants}) == worker.ROUTINGS
+    for turn in range(13):
+        got = worker.load(tmp_path, f"{turn:02d}-replay")
+        np.testing.assert_array_equal(got, wants[turn % worker.ROUTINGS], err_msg=f"turn {turn}")
 
 
 @pytest.mark.parametrize("visible", ["one", "all"])
