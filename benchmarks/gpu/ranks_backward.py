@@ -3,8 +3,8 @@
 Contract: run as `python benchmarks/gpu/ranks_backward.py --out FILE` on a machine with at least two GPUs and the
 library importable; writes the records `layer_bwd/Rgpu/SHAPE/T8192` in ms per call, T tokens per rank, the rate per GPU
 by 16TKHI beside it. What is timed is the backward alone: the gradient is attached to a y that is an operand, as a layer
-attaches it to the y of its forward call. The baseline `all_gather` is the backward of the layer that ranks.py builds
-from all-gather, `sm.moe` and reduce-scatter. Results are compared before anything is timed. A figure is the median over
+attaches it to the y of its forward call. The baseline `all_gather` is the backward of that layer of rank_layers.py, from
+all-gather, `sm.moe` and reduce-scatter. Results are compared before anything is timed. A figure is the median over
 rounds in which the versions take turns, each timed as 1/n of a program of n backwards on different tokens and routes.
 """
 
@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rank_layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer import power_and_clock
-from ranks import PREFILL, SHAPES, all_gather_layer, make
+from ranks import PREFILL, SHAPES, make
 
 import jax_streammoe as sm
 from jax_streammoe import ops, publish, vjp
@@ -59,17 +60,16 @@ def program(layer: Any, calls: int) -> Any:
 
 
 def measure(name: str, mesh: Any, stock: bool) -> dict[str, float]:
-    config, batches, experts = make(SHAPES[name], PREFILL, mesh)
+    config, batches, experts = make(SHAPES[name], PREFILL, mesh, CALLS)
     sharding = NamedSharding(mesh, P("ep"))
     draw = lambda: jax.random.normal(jax.random.key(5), batches[0][0].shape, jnp.bfloat16)
     dy = jax.jit(draw, out_shardings=sharding)()
     ring = sm.make_ring(config, chunk_tokens=PREFILL, num_slots=1, mesh=mesh, name=f"backward/{name}")
     token = jax.device_put(jnp.zeros((mesh.size, 1), jnp.float32), sharding)
     attached = ring_layer(config, ring, mesh)
-    batches = [(x, jax.device_put(jnp.roll(ids, n, axis=0), sharding), w) for n in range(2) for x, ids, w in batches]
     versions = {"ring": program(lambda *args: attached(dy, token, *args), CALLS)}
     if stock:
-        versions["all_gather"] = program(all_gather_layer(config, mesh), CALLS)
+        versions["all_gather"] = program(rank_layers.make("all_gather", config, mesh), CALLS)
         check(*(run(dy, batches[:1], *experts)[0] for run in versions.values()))
     samples: dict[str, list[float]] = {n: [] for n in versions}
     for turn in range(WARM_UP + ROUNDS):
