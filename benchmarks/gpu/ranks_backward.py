@@ -3,7 +3,7 @@
 Contract: run as `python benchmarks/gpu/ranks_backward.py --out FILE` on a machine with at least two GPUs and the
 library importable; writes the records `layer_bwd/Rgpu/SHAPE/T8192` in ms per call, T tokens per rank, the rate per GPU
 by 16TKHI beside it. What is timed is the backward alone: the gradient is attached to a y that is an operand, as a layer
-attaches it to the y of its forward call. The baseline `all_gather` is the backward of that layer of rank_layers.py, from
+attaches it to the y of its forward call. The baseline is the backward of `all_gather` of rank_layers.py, a layer from
 all-gather, `sm.moe` and reduce-scatter. Results are compared before anything is timed. A figure is the median over
 rounds in which the versions take turns, each timed as 1/n of a program of n backwards on different tokens and routes.
 """
