@@ -127,7 +127,8 @@ def _ring_batch(
     num_valid: Any, ring: Ring | RingRef,
 ) -> tuple:  # fmt: skip
     routed, prepared = _routed_operands(spec.layer.config, x, route, experts, route_args, token_args, num_valid)
-    y, stats, ring = forward_on_ring(spec, prepared, ring)
+    # Nothing is left to run beside: one handler, on one stream, whatever the policy.
+    y, stats, ring = forward_on_ring(dataclasses.replace(spec, overlap=False), prepared, ring)
     return y, routed.aux, stats, ring
 
 

@@ -92,3 +92,11 @@ def test_timeline_takes_the_last_call_that_is_whole(program):
         ("close", "close_call", 3.0), ("close", "advance_call", 4.0),
     ]  # fmt: skip
     assert timeline.last_call(kernels[:1]) == timeline.last_call(kernels[1:2]) == []
+
+
+def test_time_between_calls_counts_inside_programs_only(program):
+    layer = program("layer")
+    assert layer.call_times([5.0, 15.0, 27.0, 100.0, 111.0, 120.0], 3) == [10.0, 12.0, 11.0, 9.0]
+    for ends in ([], [1.0, 2.0]):
+        with pytest.raises(RuntimeError, match=f"the trace shows {len(ends)} calls, want a multiple of 3"):
+            layer.call_times(ends, 3)

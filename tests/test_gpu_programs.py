@@ -311,6 +311,23 @@ def test_the_gradient_over_a_ring_is_one_call_behind_its_forward():
         gpu.assert_captured(program, "ring_backward")
 
 
+@pytest.mark.parametrize("policy", ["serial", "overlap"])
+def test_a_stream_over_ranks_that_has_nothing_to_overlap_is_one_call_on_one_stream(policy):
+    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
+    ep, on = sm.expert_parallel(CONFIG, mesh=mesh), lambda *spec: NamedSharding(mesh, P(*spec))
+    x, gate_up = gpu.abstract((2 * T, H), jnp.bfloat16, on("ep")), gpu.abstract((E, H, 2 * I), jnp.bfloat16, on("ep"))
+    down, router = gpu.abstract((E, I, H), jnp.bfloat16, on("ep")), gpu.abstract((H, E), jnp.bfloat16, on())
+    ring = gpu.abstract_ring(CONFIG, chunk_tokens=T, num_slots=1, mesh=mesh)
+
+    def run(x, router, gate_up, down, ring):
+        options = dict(ring=ring, route_args=(router,), policy=policy, chunks="auto")
+        return ep.stream(x, route, gate_up, down, **options)[:2]
+
+    program = gpu.compile_program(run, x, router, gate_up, down, ring, donate=4)
+    (call,) = program.calls("ring_forward")
+    assert "overlap = 0 : i32" in call.line and not program.calls("open")
+
+
 def moved_by_itself(program):
     """Whether something lay elsewhere than the layer wants it, and XLA's partitioner moved it."""
     return "all-gather" in program.text or 'is_spmd_generated="true"' in program.text

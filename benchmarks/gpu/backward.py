@@ -87,7 +87,13 @@ def measure(name: str, stock: bool, verify: bool, revision: str) -> dict:
     versions, calls = {"moe": lambda *a: sm.moe(*a, config=config)}, {"moe": CALLS}
     if stock:
         versions["ragged_dot"], calls["ragged_dot"] = ragged_dot_layer, 1
-    seconds = timed(versions, args, dy, calls)
+    try:
+        seconds = timed(versions, args, dy, calls)
+    except jax.errors.JaxRuntimeError as error:  # what stock parts need of memory is no reason not to measure ours
+        if not stock:
+            raise
+        print(f"{name}: no baseline: {str(error)[:200]}", flush=True)
+        seconds = timed({"moe": versions["moe"]}, args, dy, calls)
     baselines = {"tflops_16TKHI": 16 * PREFILL * top_k * hidden * inner / seconds["moe"] / 1e12}
     baselines |= {f"{n}_fwd_bwd_ms": s * 1e3 for n, s in seconds.items() if n != "moe"}
     print(name, f"{seconds['moe'] * 1e3:.3f} ms", {k: round(v, 2) for k, v in baselines.items()}, power_and_clock())

@@ -113,7 +113,8 @@ def test_batch_ready_equals_one_gpu(mesh_of, new_ring, problem, routing):
 @pytest.mark.parametrize("schedule", ["packed", "chunk"])
 @pytest.mark.parametrize("policy", ["serial", "overlap"])
 @pytest.mark.parametrize(
-    ("chunk_tokens", "num_slots", "chunks"), [(350, 1, None), (100, 4, None), (64, 2, None), (175, 2, 3)]
+    ("chunk_tokens", "num_slots", "chunks"),
+    [(350, 1, None), (100, 4, None), (64, 2, None), (175, 2, 3), (350, 1, "auto"), (175, 2, "auto")],
 )
 def test_streams_equal_one_gpu(mesh_of, new_ring, problem, wanted, policy, schedule, chunk_tokens, num_slots, chunks):
     mesh = mesh_of(RANKS)
