@@ -47,7 +47,7 @@ def step(accumulators, problem, **options):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_sums_against_the_oracle(rng, dtype, activation):
-    """To float32 in every dtype: a sum in the dtype, or contributions rounded to it, would be 100 times farther off."""
+    """To float32 in every dtype: contributions that were rounded to it would be 1000 times farther off."""
     problems = problems_of(rng, dtype=dtype, activation=activation, use_bias=True, masked=0.1, duplicates=True)
     sums, want = zeros_of(problems[0]), {}
     depth = BATCHES * SIZES["T"] * SIZES["K"] + SIZES["H"] + SIZES["I"]
