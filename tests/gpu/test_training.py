@@ -1,7 +1,7 @@
 """Training in bfloat16: 200 steps through the kernels follow those through `sm.reference` in the same dtype.
 
-The same rounding points, but other sums: a result that falls on the other side of one differs by 2^-8, and a token whose
-experts score alike goes another way. So losses are compared as means over windows of 20 steps, 1,024 tokens each.
+The same rounding points, but other sums: a result that falls on the other side of one differs by 2^-8, and a token
+whose experts score alike goes another way. So losses are compared as means over windows of 20 steps, 1,024 tokens each.
 """
 
 from __future__ import annotations
