@@ -11,15 +11,23 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import examples, processes
+import jax_streammoe as sm
+from tests.helpers import examples, processes, ranks
 from tests.helpers.training import curve, example, trainer_of
 
 STEPS = 200
 EARLY, EARLY_BOUND = 50, 1e-3  # found: 4e-7, before a route has gone another way
 LATE, LATE_BOUND = 20, 1e-2  # of the mean of the last steps; found: 1e-5, single losses up to 2e-3
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax and jax.nn mix dtypes
+        yield
 
 
 @pytest.mark.slow
@@ -34,16 +42,28 @@ def test_losses_follow_those_of_the_reference(layer, num_ranks):
 
 
 def test_a_loss_that_does_not_fall_is_reported(capsys):
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes ints and floats
-        trainer, nothing = trainer_of(example.small(), "moe", 1, 1), example.Checkpoints(None, 1)
-        try:
-            assert not example.train(trainer, 1, nothing, resume=False, log_every=1, stop=9)
-            with pytest.raises(SystemExit, match="there is no checkpoint"):
-                example.train(trainer, 1, nothing, resume=True, log_every=1, stop=9)
-        finally:
-            trainer.close()
+    trainer, nothing = trainer_of(example.small(), "moe", 1, 1), example.Checkpoints(None, 1)
+    try:
+        assert not example.train(trainer, 1, nothing, resume=False, log_every=1, stop=9)
+        with pytest.raises(SystemExit, match="there is no checkpoint"):
+            example.train(trainer, 1, nothing, resume=True, log_every=1, stop=9)
+    finally:
+        trainer.close()
     first = re.search(r"loss (\S+) at the first step, (\S+) in the last ones", capsys.readouterr().out)
     assert first and first[1] == first[2]
+
+
+def test_the_large_model_traces():
+    """What runs by default on a GPU, as shapes only."""
+    settings = example.full()
+    params = jax.eval_shape(functools.partial(example.init_params, settings), jax.random.key(0))
+    assert sum(a.size for a in jax.tree.leaves(params)) == 1_278_756_864
+    ep = sm.expert_parallel(settings.moe, mesh=ranks.mesh_of(2))
+    batch = jax.ShapeDtypeStruct((2 * settings.sequences, settings.length + 1), jnp.int32)
+    for layer in ("moe", "stream"):
+        loss = functools.partial(example.loss, ring=None, s=settings, ep=ep, layer=layer)
+        (value, _), grads = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), params, batch)
+        assert value.shape == () and jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
 
 
 def start(*arguments):

@@ -16,7 +16,8 @@ from tests.helpers.training import curve, example
 pytestmark = pytest.mark.gpu
 
 STEPS, WINDOW = 200, 20
-BOUND = 0.02  # relative, of a window's mean; on the CPU, in bfloat16, BOUND_FOUND
+# Relative, of a window's mean: of the first two and of all. On the CPU, in bfloat16: 4e-4 and 1e-2.
+EARLY_BOUND, BOUND = 0.005, 0.03
 CONFIG = sm.MoEConfig(num_experts=16, top_k=4, hidden=256, intermediate=128, dtype=jnp.bfloat16)
 SETTINGS = example.Settings(CONFIG, num_layers=2, heads=4, length=64, sequences=16, rate=2e-3)
 
@@ -26,6 +27,7 @@ def check(layer, num_ranks):
     assert np.isfinite(got).all()
     want, got = (losses.reshape(-1, WINDOW).mean(1) for losses in (want, got))
     assert want[0] > 3.5 and want[-1] < 2.8, f"the reference did not learn: {want}"
+    np.testing.assert_allclose(got[:2], want[:2], rtol=EARLY_BOUND)
     np.testing.assert_allclose(got, want, rtol=BOUND)
 
 
