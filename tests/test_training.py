@@ -8,6 +8,7 @@ unlikely, and then the mean over steps, which such a token hardly moves.
 from __future__ import annotations
 
 import functools
+import os
 import re
 
 import jax
@@ -67,7 +68,8 @@ def test_the_large_model_traces():
 
 
 def start(*arguments):
-    env = processes.environment() | {"PYTHONPATH": str(examples.FOLDER.parent), "JAX_PLATFORMS": "cpu"}
+    paths = [str(examples.FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = processes.environment() | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     script = examples.FOLDER / "train_moe_lm.py"
     return processes.start(script, "--small", "--steps", 8, "--log-every", 1, *arguments, env=env)
 
