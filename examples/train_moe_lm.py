@@ -1,12 +1,12 @@
 """Trains a decoder-only Mixture-of-Experts language model: scan over layers, remat, optax, orbax, expert parallelism.
 
-    python examples/train_moe_lm.py                      on a GPU: 1.3 billion parameters in bfloat16, over all GPUs
-    python examples/train_moe_lm.py --small              on a CPU, within a minute; --devices 4: on as many ranks
+    python examples/train_moe_lm.py                      1.3 billion parameters in bfloat16, over all GPUs it sees
+    python examples/train_moe_lm.py --devices 4          without a GPU: a small model on 4 virtual devices, a minute
     python examples/train_moe_lm.py --checkpoint DIR     saves as it goes; again with --resume: goes on from there
     python examples/train_moe_lm.py --processes 2 --process-id I --gpus I --coordinator HOST:PORT    once per process
 
 Contract: leaves with 0 if the loss fell below that of the first step, else with 1. A run that was resumed has the
-losses of one that was not, bit for bit: batches are a function of the step, and the checkpoint holds all else; a ring
+losses of one that was not, bit for bit on as many ranks: batches are a function of the step, the checkpoint holds all else; a ring
 is made anew. All processes are on one host. Experts and sequences are split over the ranks, everything else is
 replicated. Parameters are float32 and cast in each layer. Trade-off: the text is the help of this Python, nothing is
 fetched, so a large model learns it by heart.
@@ -222,8 +222,15 @@ class Checkpoints:
         self.ocp, self.every = ocp, every
         self.manager = ocp.CheckpointManager(folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
-    def restore(self, trainer: Trainer) -> tuple[int, float | None]:
-        """-> the step to go on with, and the loss of the first step."""
+    def begin(self, trainer: Trainer, resume: bool) -> tuple[int, float | None]:
+        """-> the step to go on with, and the loss of the first step if there was one."""
+        if resume:
+            return self._restore(trainer)
+        if self.manager is not None and self.manager.latest_step() is not None:
+            raise SystemExit(f"--checkpoint: {self.manager.directory} holds a run; --resume it, or give another folder")
+        return 0, None
+
+    def _restore(self, trainer: Trainer) -> tuple[int, float | None]:
         step = None if self.manager is None else self.manager.latest_step()
         if step is None:
             raise SystemExit("--resume: there is no checkpoint; give the folder of one with --checkpoint")
@@ -247,7 +254,7 @@ class Checkpoints:
 def train(trainer: Trainer, num_steps: int, saved: Checkpoints, *, resume: bool, log_every: int, stop: int) -> bool:
     """Runs to step `num_steps`, or `stop`; returns whether the loss fell below that of the first step."""
     s, chief = trainer.settings, jax.process_index() == 0
-    first, first_loss = saved.restore(trainer) if resume else (0, None)
+    first, first_loss = saved.begin(trainer, resume)
     text, _ = data.split(data.load_text(None)[1])
     tokens = s.sequences * trainer.mesh.size * s.length
     recent: list[float] = []
@@ -275,7 +282,7 @@ def train(trainer: Trainer, num_steps: int, saved: Checkpoints, *, resume: bool,
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="trains a Mixture-of-Experts language model")
     add = parser.add_argument
-    add("--small", action="store_true", help="a model for the CPU; float32 there, bfloat16 on a GPU")
+    add("--small", action="store_true", help="the model for CPUs, on a GPU too")
     add("--layer", choices=LAYERS, default="stream", help="experts streamed, batch-ready, or in plain JAX")
     add("--steps", type=int, default=200, help="steps of the whole run, which the learning rate is planned for")
     add("--stop", type=int, default=2**31, help="leave after this step; --resume goes on")
@@ -297,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.coordinator, options.processes, options.process_id, local_device_ids=options.gpus
         )
     on_cpu = jax.devices()[0].platform == "cpu"
-    settings = small(jnp.float32 if on_cpu else jnp.bfloat16) if options.small else full()
+    settings = small(jnp.float32 if on_cpu else jnp.bfloat16) if options.small or on_cpu else full()
     mesh = Mesh(np.array(jax.devices()), ("ep",), axis_types=(AxisType.Auto,))
     trainer = Trainer(settings, mesh, options.steps, options.layer)
     if jax.process_index() == 0:

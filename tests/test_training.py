@@ -54,6 +54,19 @@ def test_a_loss_that_does_not_fall_is_reported(capsys):
     assert first and first[1] == first[2]
 
 
+def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+    trainer = trainer_of(example.small(), "moe", 1, 1)
+    try:
+        example.train(trainer, 1, example.Checkpoints(tmp_path, 1), resume=False, log_every=1, stop=9)
+        again = example.Checkpoints(tmp_path, 1)
+        with pytest.raises(SystemExit, match="holds a run"):
+            example.train(trainer, 1, again, resume=False, log_every=1, stop=9)
+        with pytest.raises(SystemExit, match="nothing to do: 1 of 1 steps are done"):
+            example.train(trainer, 1, again, resume=True, log_every=1, stop=9)
+    finally:
+        trainer.close()
+
+
 def test_the_large_model_traces():
     """What runs by default on a GPU, as shapes only."""
     settings = example.full()
