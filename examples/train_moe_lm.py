@@ -6,10 +6,10 @@
     python examples/train_moe_lm.py --processes 2 --process-id I --gpus I --coordinator HOST:PORT    once per process
 
 Contract: leaves with 0 if the loss fell below that of the first step, else with 1. A run that was resumed has the
-losses of one that was not, bit for bit on as many ranks: batches are a function of the step, the checkpoint holds all else; a ring
-is made anew. All processes are on one host. Experts and sequences are split over the ranks, everything else is
-replicated. Parameters are float32 and cast in each layer. Trade-off: the text is the help of this Python, nothing is
-fetched, so a large model learns it by heart.
+losses of one that was not, on as many ranks bit for bit: batches are a function of the step, and the checkpoint holds
+all else; a ring is made anew. All processes are on one host. Experts and sequences are split over the ranks, everything
+else is replicated. Parameters are float32 and cast in each layer. Trade-off: the text is the help of this Python,
+nothing is fetched, so a large model learns it by heart.
 """
 
 from __future__ import annotations
