@@ -5,6 +5,7 @@ Importing it runs no JAX operation. Names are all there is here; see README.md a
 
 from . import doctor as _doctor
 from . import testing, trace
+from .accumulate import accumulate_gradients
 from .api import Stats, checkpoint_policy, moe
 from .config import MoEConfig
 from .external import include_dir, ring_attributes
@@ -40,6 +41,7 @@ __all__ = [
     "Stats",
     "Stream",
     "StreamInfo",
+    "accumulate_gradients",
     "after",
     "check_program",
     "checkpoint_policy",

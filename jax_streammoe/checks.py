@@ -135,6 +135,35 @@ def check_moe_args(
     check_weights(w_gate_up, w_down, b_gate_up, b_down, config, num_local_experts)
 
 
+def check_cotangent(dy: Any, x: Any, config: MoEConfig) -> None:
+    """Checks `dy`, the cotangent of y: shape and dtype of the tokens x, which are checked already."""
+    wanted = f"{config.dtype.name} of shape {tuple(x.shape)} like x"
+    _check_dtype("dy", dy, (config.dtype,), wanted)
+    if tuple(dy.shape) != tuple(x.shape):
+        raise ValueError(f"dy must be {wanted}, got {describe(dy)}")
+
+
+def check_accumulators(accumulators: Any, experts: dict[str, Any]) -> None:
+    """Checks a dict of float32 arrays, or pairs, against the expert tensors of the same names (None: absent)."""
+    experts = {name: tensor for name, tensor in experts.items() if tensor is not None}
+    if not isinstance(accumulators, dict):
+        raise TypeError(f"accumulators must be a dict of {', '.join(experts)}, got {type(accumulators).__name__}")
+    if set(accumulators) != set(experts):
+        raise ValueError(f"accumulators must be a dict of {', '.join(experts)}, got {', '.join(sorted(accumulators))}")
+    for name, tensor in experts.items():
+        name_, got = f"accumulators[{name!r}]", accumulators[name]
+        if isinstance(tensor, (tuple, list)):
+            if not isinstance(got, (tuple, list)) or len(got) != len(tensor):
+                raise TypeError(f"{name_} must be a tuple of {len(tensor)} like {name}, got {type(got).__name__}")
+        else:
+            tensor, got = (tensor,), (got,)
+        for part, array in zip(tensor, got, strict=True):
+            wanted = f"float32 of shape {tuple(part.shape)} like {name}"
+            _check_dtype(name_, array, (_FLOAT32,), wanted)
+            if tuple(array.shape) != tuple(part.shape):
+                raise ValueError(f"{name_} must be {wanted}, got {describe(array)}")
+
+
 def check_per_token(name: str, tree: Any, leading: tuple[int, ...]) -> None:
     """Checks that every array of a pytree has one entry per token: its shape starts with `leading`."""
     for array in jax.tree.leaves(tree):

@@ -46,9 +46,12 @@ def forward(
 
 def backward(
     spec: LayerSpec, axis_names: tuple[str, ...], token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array,
-    weights: jax.Array, experts: Experts,
+    weights: jax.Array, experts: Experts, *, wide: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
-    """-> token, dx [T, H], d_weights [T, K] f32, gradients of this rank's experts from the tokens of all ranks."""
+    """-> token, dx [T, H], d_weights [T, K] f32, gradients of this rank's experts from the tokens of all ranks.
+
+    `wide`: those of the experts are float32.
+    """
     # Every exchange reads ids, which vjp.py has put after the token: that orders backward calls on every rank.
     ids, _, _ = _clean(spec, axis_names, ids)
     needed, local_ids = _destinations(spec, axis_names, ids)
@@ -58,7 +61,7 @@ def backward(
     ids_in = _exchange(local_ids, axis_names)
     weights_in = _exchange(jnp.where(local_ids >= 0, weights[None], jnp.zeros((), weights.dtype)), axis_names)
     token, dx_rows, d_weights, d_experts = local.rows_backward(
-        spec, token, _flat(x_in), _flat(dy_in), _flat(ids_in), _flat(weights_in), experts
+        spec, token, _flat(x_in), _flat(dy_in), _flat(ids_in), _flat(weights_in), experts, wide=wide
     )
     dx_rows = _of_owner(spec, _exchange(_split(dx_rows, ids_in), axis_names), ids)
     d_weights = _of_owner(spec, _exchange(_split(d_weights, ids_in), axis_names), ids)

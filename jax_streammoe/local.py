@@ -4,18 +4,20 @@ Contract: `forward` and `backward` are plain operations (vjp.py ties them togeth
 folded into the tokens: one call. When weights are mapped, or a capacity counts the tokens of a call, the axis is
 walked with lax.map. Under plain jit with sharded tokens each shard stays where it is and statistics and weight
 gradients are summed over the shards; sharded experts are refused, because XLA would gather them without a word.
-`rows`, `combine`, `check_ids` and `rows_backward` are for exchange.py, inside of shard_map. All of these choose by the
-platform that a program is lowered for.
+`rows`, `combine`, `check_ids` and `rows_backward` are for exchange.py, inside of shard_map. A `wide` backward returns
+float32 gradients of the experts. All of these choose by the platform that a program is lowered for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -33,10 +35,11 @@ def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, e
 
 
 def backward(
-    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array,
+    experts: Experts, *, wide: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
-    """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors."""
-    token, dx, d_weights, *d_experts = _backward(spec)(token, x, dy, ids, weights, *experts)
+    """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors (f32 if `wide`)."""
+    token, dx, d_weights, *d_experts = _backward(spec, wide)(token, x, dy, ids, weights, *experts)
     return token, dx, d_weights, tuple(d_experts)
 
 
@@ -59,13 +62,14 @@ def check_ids(spec: LayerSpec, ids: jax.Array, any_invalid: jax.Array) -> jax.Ar
 
 def rows_backward(
     spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
-    experts: Experts,
+    experts: Experts, *, wide: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
     """Gradients of weighted rows: -> token, dx_rows [N, K, H], d_weights [N, K] f32, the six expert gradients.
 
     The rows of a token sum to its d_x; those of routes that are skipped are 0.
     """
-    return _on_platform(ops.backward, cuda.rows_backward, spec, token, x, dy, local_ids, weights, experts)
+    on_cpu, on_cuda = (_wide_rows_cpu, _wide_rows_cuda) if wide else (ops.backward, cuda.rows_backward)
+    return _on_platform(on_cpu, on_cuda, spec, token, x, dy, local_ids, weights, experts)
 
 
 def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax.Array:
@@ -99,12 +103,14 @@ def _forward(spec: LayerSpec) -> Callable[..., tuple]:
 
 
 @functools.cache
-def _backward(spec: LayerSpec) -> Callable[..., tuple]:
+def _backward(spec: LayerSpec, wide: bool) -> Callable[..., tuple]:
+    on_cpu, on_cuda = (functools.partial(f, wide) for f in (_backward_cpu, _backward_cuda))
+
     def call(
         token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
     ) -> tuple:
         rows = map(_rows, (x, dy, ids, weights))
-        token, dx, d_weights, *d_experts = _on_platform(_backward_cpu, _backward_cuda, spec, token, *rows, *experts)
+        token, dx, d_weights, *d_experts = _on_platform(on_cpu, on_cuda, spec, token, *rows, *experts)
         return token, dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
 
     token_results = (None, True, True) + (False,) * 6
@@ -134,6 +140,7 @@ def _forward_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Ar
 
 
 def _backward_cpu(
+    wide: bool,
     spec: LayerSpec,
     token: jax.Array,
     x: jax.Array,
@@ -142,13 +149,15 @@ def _backward_cpu(
     weights: jax.Array,
     *experts: jax.Array,
 ) -> tuple:
-    token, dx_rows, d_weights, d_experts = ops.backward(spec, token, x, dy, ids, weights, experts)  # type: ignore[arg-type]
+    of_rows: Callable[..., tuple] = _wide_rows_cpu if wide else ops.backward
+    token, dx_rows, d_weights, d_experts = of_rows(spec, token, x, dy, ids, weights, experts)
     # A route dropped by capacity has a zero row, so it needs no flag here.
     ids = _owned(spec, ids)
     return token, ops.combine(spec, dx_rows, ids, *_unweighted(ids)), d_weights, *d_experts
 
 
 def _backward_cuda(
+    wide: bool,
     spec: LayerSpec,
     token: jax.Array,
     x: jax.Array,
@@ -158,7 +167,31 @@ def _backward_cuda(
     *experts: jax.Array,
 ) -> tuple:
     dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts)  # type: ignore[arg-type]
-    return token, dx, d_weights, *d_experts
+    return token, dx, d_weights, *(_widened(d_experts) if wide else d_experts)
+
+
+def _wide_rows_cpu(
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
+    experts: Experts,
+) -> tuple:  # fmt: skip
+    """`rows_backward` as that of the float32 layer: the handler computes in float32 and rounds what it is told to."""
+    wide = dataclasses.replace(spec, config=dataclasses.replace(spec.config, dtype=np.float32))
+    x_, dy_, experts = _widened((x, dy, experts))
+    token, dx_rows, d_weights, d_experts = ops.backward(wide, token, x_, dy_, local_ids, weights, experts)
+    return token, dx_rows.astype(x.dtype), d_weights, d_experts
+
+
+def _wide_rows_cuda(
+    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
+    experts: Experts,
+) -> tuple:  # fmt: skip
+    """`rows_backward`, rounded as ever: the kernels write what they sum in float32 in the layer's dtype."""
+    token, dx_rows, d_weights, d_experts = cuda.rows_backward(spec, token, x, dy, local_ids, weights, experts)
+    return token, dx_rows, d_weights, _widened(d_experts)
+
+
+def _widened(arrays: Any) -> Any:
+    return jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
 
 
 def _unweighted(ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -23,14 +23,32 @@ def run(
     env: Sequence[dict[str, str]] = (), codes: Sequence[int] = (), limit_s: float = LIMIT_S,
 ) -> list[str]:  # fmt: skip
     """Runs all to their end; -> what each printed. `env`: of each rank; `codes`: exit status of each, 0 if empty."""
+    port, common = free_port(), environment()
+    return finish(
+        [
+            start(script, scenario, rank, processes, port, folder, *arguments, env=common | (env[rank] if env else {}))
+            for rank in range(processes)
+        ],
+        codes=codes, limit_s=limit_s,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    started = [
-        start(script, scenario, rank, processes, port, folder, *arguments, env=common | (env[rank] if env else {}))
-        for rank in range(processes)
-    ]
+        return probe.getsockname()[1]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that chooses its devices itself."""
+    return {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+
+
+def finish(
+    started: Sequence[subprocess.Popen[str]], *, codes: Sequence[int] = (), limit_s: float = LIMIT_S
+) -> list[str]:
+    """Waits for all; -> what each printed. `codes`: the exit status that each must have, 0 if empty."""
     try:
         outputs = [output_of(process, limit_s) for process in started]
     finally:
@@ -40,7 +58,7 @@ def run(
                 process.wait()
     ended = [process.returncode for process in started]
     report = "\n".join(f"--- exit {code}\n{text}" for code, text in zip(ended, outputs, strict=True))
-    assert ended == (list(codes) or [0] * processes), report
+    assert ended == (list(codes) or [0] * len(started)), report
     return outputs
 
 
