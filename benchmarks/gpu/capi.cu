@@ -87,12 +87,11 @@ int64_t sm_forward_bytes(int64_t t, int64_t k, int64_t h, int64_t i, int64_t l) 
   return static_cast<int64_t>(sm90::forward_bytes(t, k, h, i, l));
 }
 
-// Packed w_gate_up [L, H, 2I] and w_down [L, I, H], no biases. prefetch: bytes, -1 for the layer's own choice.
+// Packed w_gate_up [L, H, 2I] and w_down [L, I, H], no biases.
 int sm_forward(void* workspace, const void* x, const int32_t* ids, const float* weights, void* y, const void* w_gate_up,
                const void* w_down, int64_t t, int64_t k, int64_t h, int64_t i, int64_t l, int activation, float limit,
-               int gather, int64_t prefetch_up, int64_t prefetch_down, int dtype, cudaStream_t stream) {
+               int gather, int dtype, cudaStream_t stream) {
   sm90::ForwardArgs args;
-  args.prefetch_up_bytes = prefetch_up, args.prefetch_down_bytes = prefetch_down;
   args.gather = static_cast<sm90::Gather>(gather);
   args.dtype = static_cast<DType>(dtype);
   args.x = x;

@@ -297,14 +297,15 @@ def check_gemm_case(lib, h, i, l, t, k, kind, biased, dtype):
     return worst
 
 
-def forward(lib, x, ids, weights, w, w_down, workspace=None, y=None, gather=0, prefetch=(-1, -1)):
+def forward(lib, x, ids, weights, w, w_down, workspace=None, y=None, gather=0):
     (t, h), k, l, i = x.shape, ids.shape[1], w.shape[0], w_down.shape[1]
     if workspace is None:
         nbytes = lib.c.sm_forward_bytes(*(ctypes.c_int64(v) for v in (t, k, h, i, l)))
         workspace = torch.full((nbytes,), 0xFF, device=DEV, dtype=torch.uint8)  # NaN everywhere
     y = poison((t, h), x.dtype) if y is None else y
-    size, options = (t, k, h, i, l), (0, math.inf, gather, *prefetch, DTYPES[x.dtype])
-    lib.call("sm_forward", workspace, x, ids, weights, y, w, w_down, *size, *options)
+    lib.call(
+        "sm_forward", workspace, x, ids, weights, y, w, w_down, t, k, h, i, l, 0, math.inf, gather, DTYPES[x.dtype]
+    )
     return y
 
 

@@ -140,13 +140,6 @@ __device__ __forceinline__ void tma_load_3d_multicast(uint32_t dst, const CUtens
       : "memory");
 }
 
-// Asks for the box in L2. A hint: it completes nowhere, and a box that is never loaded costs only its traffic.
-__device__ __forceinline__ void tma_prefetch_3d(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];\n" ::"l"(map), "r"(c0), "r"(c1),
-               "r"(c2)
-               : "memory");
-}
-
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t src, int32_t c0, int32_t c1) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n" ::"l"(map), "r"(src),
                "r"(c0), "r"(c1)
@@ -214,8 +207,8 @@ __device__ __forceinline__ void registers_increase() {
 }
 
 // Programmatic dependent launch. wait: all kernels before this one on the stream are complete and visible; no
-// global memory that they touch may be read or written above it, but for what becomes a hint only. trigger: the
-// next kernel may be brought onto idle SMs.
+// global memory that they touch may be read or written above it. trigger: the next kernel may be brought onto
+// idle SMs.
 __device__ __forceinline__ void dependent_launch_wait() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 __device__ __forceinline__ void dependent_launch_trigger() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");

@@ -48,26 +48,6 @@ inline constexpr bool gather_in_gemm(int64_t num_pairs, int64_t num_experts, int
   return intermediate < 8192 && num_pairs >= 8 * num_experts;
 }
 
-// How many bytes of weights the up product asks for in L2 while the plan runs, 8 to 13 us in which nothing else reads:
-// 32 MB at 4 TB/s, of which a part, because it must survive in 50 MB of L2 until it is loaded. Which experts have rows
-// is read from the ids when they are few, and taken to be all of them from two routes per expert on; between the two
-// nothing is known. From a full row block per expert on the product is bound by arithmetic, and the plan a small share.
-// Not measured yet.
-inline constexpr int64_t kPrefetchListedPairs = 512;  // a warp lists them in less time than the plan takes
-inline constexpr bool prefetch_by_ids(int64_t num_pairs) { return num_pairs <= kPrefetchListedPairs; }
-
-inline constexpr int64_t up_prefetch_bytes(int64_t num_pairs, int64_t num_experts) {
-  if (num_pairs >= kBlockM * num_experts) return 0;
-  const bool known = prefetch_by_ids(num_pairs) || num_pairs >= 2 * num_experts;
-  return known ? int64_t{24} << 20 : 0;
-}
-
-// The down product's CTAs become resident in the up product's tail and know the plan. Little, because the tail still
-// reads: two k steps of each CTA's first tile, half of what its stages hold.
-inline constexpr int64_t down_prefetch_bytes(int64_t num_pairs, int64_t num_experts) {
-  return num_pairs >= kBlockM * num_experts ? 0 : int64_t{9} << 20;
-}
-
 // Whether the tiles of a weight gradient walk along its rows first. Both operands are read by every tile of a row or a
 // column of tiles: the shorter side is walked first, so that its operand stays in L2 while the longer one is read once.
 // At mixtral's W_down (I = 14336 by H = 4096, 2048 rows) the other order reads 58 MB again for each of 16 column tiles.

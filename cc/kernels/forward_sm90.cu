@@ -84,10 +84,8 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
   const int64_t pairs = args.num_tokens * args.top_k;
   const bool fused = args.gather == Gather::kAuto ? gather_in_gemm(pairs, args.num_experts, args.intermediate)
                                                   : args.gather == Gather::kFused;
-  const int64_t up_bytes =
-      args.prefetch_up_bytes < 0 ? up_prefetch_bytes(pairs, args.num_experts) : args.prefetch_up_bytes;
   if (!fused) {
-    const GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden, up_bytes > 0};
+    const GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden};
     if (cudaError_t e = launch_gather_rows(gather, plan, stream); e != cudaSuccess) return e;
   }
 
@@ -97,13 +95,8 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
   pass.dtype = args.dtype, pass.activation = args.activation, pass.limit = args.limit, pass.num_sms = args.num_sms;
   pass.rows = fused ? args.x : rows, pass.gather = fused;
   pass.activations = act, pass.out = rows, pass.scatter = false;
-  GemmArgs up = up_product(pass, plan), down = down_product(pass, plan);
-  up.prefetch.bytes = up_bytes, up.prefetch.num_pairs = pairs;
-  up.prefetch.topk_ids = prefetch_by_ids(pairs) ? args.topk_ids : nullptr;
-  down.prefetch.bytes =
-      args.prefetch_down_bytes < 0 ? down_prefetch_bytes(pairs, args.num_experts) : args.prefetch_down_bytes;
-  if (cudaError_t e = launch_gemm_up_sm90(up, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_gemm_down_sm90(down, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_gemm_up_sm90(up_product(pass, plan), stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_gemm_down_sm90(down_product(pass, plan), stream); e != cudaSuccess) return e;
 
   const CombineArgs combine{rows, args.topk_weights, args.y, args.num_tokens, args.top_k, args.hidden, args.dtype};
   return launch_combine(combine, plan, stream);

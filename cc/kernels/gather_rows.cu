@@ -16,9 +16,7 @@ constexpr int kVectors = 4;          // loads in flight per thread: 2 KB of a ro
 
 __global__ void __launch_bounds__(kGatherThreads)
     gather_rows(const uint4* x, uint4* rows, const int32_t* pair_row, int64_t num_tokens, int32_t top_k, int32_t words,
-                int32_t pieces, bool early_successor) {
-  // Before the wait only a successor that waits for this kernel, as all do, may come: it is complete after the plan.
-  if (early_successor) dependent_launch_trigger();
+                int32_t pieces) {
   dependent_launch_wait();  // pair_row, by plan_scatter
   dependent_launch_trigger();
   const int64_t piece_idx = static_cast<int64_t>(blockIdx.x) * (kGatherThreads / 32) + (threadIdx.x >> 5);
@@ -54,7 +52,7 @@ cudaError_t launch_gather_rows(const GatherArgs& args, const Plan& plan, cudaStr
   const dim3 grid(static_cast<uint32_t>((warps + kGatherThreads / 32 - 1) / (kGatherThreads / 32)));
   return launch_dependent(gather_rows, grid, kGatherThreads, 0, stream, static_cast<const uint4*>(args.x),
                           static_cast<uint4*>(args.rows), plan.pair_row, args.num_tokens,
-                          static_cast<int32_t>(args.top_k), words, pieces, args.early_successor);
+                          static_cast<int32_t>(args.top_k), words, pieces);
 }
 
 }  // namespace streammoe::sm90

@@ -21,7 +21,6 @@
 #include "device/row_owners.h"
 #include "device/scheduler.cuh"
 #include "device/wgmma_sm90.cuh"
-#include "kernels/prefetch_weights.cuh"
 
 namespace streammoe::sm90 {
 
@@ -35,8 +34,7 @@ inline constexpr int kStageBytes = kStageBytesA + kStageBytesB;
 inline constexpr int kStagingBytes = 2 * kBoxBytes;         // per math warpgroup
 inline constexpr int kGemmThreads = 384;                    // producer warpgroup + two math warpgroups
 inline constexpr int kBarrierBytes = 2 * kStages * 8 + 32;  // stages, then the tile queue: entry, full, empty
-inline constexpr int kGemmSharedBytes =
-    1024 + kStages * kStageBytes + 2 * kStagingBytes + kBarrierBytes + static_cast<int>(sizeof(HitExperts));
+inline constexpr int kGemmSharedBytes = 1024 + kStages * kStageBytes + 2 * kStagingBytes + kBarrierBytes;
 // 65536 registers over 384 threads give 168 at entry; a math thread needs 128 accumulators and its addresses, a
 // gathering producer thread eight row sources and the claim of tiles. 128 * 72 + 256 * 216 = 64512.
 inline constexpr int kProducerRegisters = 72;
@@ -54,7 +52,6 @@ struct GemmParams {
   const uint16_t* bias0;               // gate (gated) or the only one; nullptr for none
   const uint16_t* bias1;               // up
   int64_t bias0_stride, bias1_stride;  // elements from one expert to the next
-  PrefetchParams prefetch;
   // Gathered A or scattered out: the sorted rows' pairs.
   const int32_t* row_pair;
   RowOwners owners;
@@ -391,12 +388,6 @@ __device__ __forceinline__ void scatter_tile(float (&acc)[128], const int32_t (&
   }
 }
 
-// From here on what earlier kernels wrote, rows and the block table, may be read, and what they read be written.
-__device__ __forceinline__ void begin_product(const GemmParams& p) {
-  dependent_launch_wait();
-  if (!p.holds_successor) dependent_launch_trigger();
-}
-
 template <DType kType, bool kGather, bool kScatter, bool kGated, bool kActivate, Activation kActivation>
 __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUtensorMap& map_b0,
                                              const CUtensorMap& map_b1, const CUtensorMap& map_out,
@@ -429,23 +420,13 @@ __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUt
     fence_mbar_init();
   }
   if (threadIdx.x == 0 && p.resident != nullptr) atomicAdd(p.resident, 1u);  // for speed only: nothing is published
-  cluster_sync();  // the peer's barriers exist before anything is multicast to them
+  cluster_sync();           // the peer's barriers exist before anything is multicast to them
+  dependent_launch_wait();  // rows and the block table are written by earlier kernels
+  if (!p.holds_successor) dependent_launch_trigger();
 
   const TileQueue queue(queue_slot, queue_full, queue_empty);
   if (warp < 4) {
     registers_decrease<kProducerRegisters>();
-    // A warp that has nothing else to do, unless rows are gathered. No other warp waits for it before the plan is done.
-    if (warp == 2 && p.prefetch.rounds > 0) {
-      auto* hit = reinterpret_cast<HitExperts*>(shared + (queue_slot + 32 - smem_address(shared)));
-      const PrefetchWork work{p.space, p.k_steps, p.n_size, rank, gridDim.x >> 1, blockIdx.x >> 1};
-      if constexpr (kActivate) {
-        prefetch_unplanned<kGated>(map_b0, map_b1, p.prefetch, work, *hit, lane);
-      } else {
-        prefetch_planned<kGated>(map_b0, map_b1, p.prefetch, work, p.blocks, p.num_blocks, lane);
-      }
-      __syncwarp();
-    }
-    begin_product(p);
     if constexpr (kGather) {
       produce_gathered<kGated>(map_b0, map_b1, p, queue, rank, base, full, empty);
     } else if (warp == 0) {
@@ -457,7 +438,6 @@ __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUt
     }
   } else {
     registers_increase<kMathRegisters>();
-    begin_product(p);
     const int group = (warp >> 2) - 1;
     TileQueue tiles = queue;
     Pipeline pipe;

@@ -23,8 +23,6 @@ using GemmKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, 
 template <DType kType>
 GemmKernel gemm_up_kernel(Activation activation, bool gather);
 
-static_assert(32 * kHitWords >= kMaxLocalExperts, "a bit for each expert that a plan can hold");
-
 inline cudaError_t prepare_gemm(GemmKernel kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmSharedBytes);
 }
@@ -90,12 +88,6 @@ inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& ar
   }
 
   const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(sms / 2, max_tiles));
-  params.prefetch.topk_ids = args.prefetch.topk_ids;
-  params.prefetch.num_pairs = static_cast<int32_t>(args.prefetch.num_pairs);
-  params.prefetch.first_expert = static_cast<int32_t>(args.prefetch.first_expert);
-  params.prefetch.num_experts = static_cast<int32_t>(args.num_experts);
-  params.prefetch.block_capacity = static_cast<int32_t>(args.block_capacity);
-  params.prefetch.rounds = static_cast<int32_t>(args.prefetch.bytes / (2 * clusters * kStageBytesB));
   if (ctas != nullptr) *ctas = static_cast<uint32_t>(2 * clusters);
   return launch_dependent(kernel, dim3(static_cast<uint32_t>(2 * clusters)), kGemmThreads, kGemmSharedBytes, stream,
                           map_a, map_b0, map_b1, map_out, params);

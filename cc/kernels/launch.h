@@ -69,18 +69,8 @@ struct GatherArgs {
   const void* x = nullptr;
   void* rows = nullptr;
   int64_t num_tokens = 0, top_k = 0, hidden = 0;
-  // The next kernel may have its SMs while this one still waits for the plan: it prefetches until both are done.
-  bool early_successor = false;
 };
 cudaError_t launch_gather_rows(const GatherArgs& args, const Plan& plan, cudaStream_t stream);
-
-// What a product asks for in L2 while the kernels before it still run: of the tiles that it computes first, the weights
-// of the first k steps. Hints only, which change no result; see prefetch_weights.cuh.
-struct WeightPrefetch {
-  int64_t bytes = 0;                  // of all CTAs together; 0: none
-  const int32_t* topk_ids = nullptr;  // up: the ids of a plan with few pairs, nullptr: every expert has rows
-  int64_t num_pairs = 0, first_expert = 0;
-};
 
 // out[row, width] = epilogue(A[row, depth] x b[expert of row] (+ bias)). A is a [row_capacity, depth] in sorted order,
 // or, in the up product with row_pair given, gathered: A[row] = a[row_pair[row] / top_k], a [T, depth].
@@ -112,7 +102,6 @@ struct GemmArgs {
   // the SMs that were left free for somebody else.
   bool holds_successor = false;
   uint32_t* resident = nullptr;  // counts the CTAs that have their SM, over all launches; nullptr: not wanted
-  WeightPrefetch prefetch;
 };
 // `ctas`, if given: the CTAs of the launch.
 cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream, uint32_t* ctas = nullptr);
@@ -173,8 +162,6 @@ struct ForwardArgs {
   Gather gather = Gather::kAuto;
   int32_t capacity = std::numeric_limits<int32_t>::max();  // rows per expert; later routes are dropped
   DType dtype = DType::kBF16;                              // of x, the weights and y: kBF16 or kF16
-  // Weights asked for in L2 before the product that needs them; negative: up_prefetch_bytes, down_prefetch_bytes.
-  int64_t prefetch_up_bytes = -1, prefetch_down_bytes = -1;
 };
 // Plan tables, activations [R, I], expert rows [R, H]; R = row capacity.
 size_t forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate, int64_t num_experts);

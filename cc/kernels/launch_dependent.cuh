@@ -1,11 +1,10 @@
 // Kernel launch with programmatic dependence: the kernel may be scheduled while its predecessor drains.
 //
 // Contract: a kernel launched so calls dependent_launch_wait() in every thread before it touches global
-// memory, hints apart; then "the kernel before me is complete" holds along the whole stream, and a predecessor
-// that knows nothing of this (any other library's kernel) simply runs to its end first. It triggers its successor
-// only after that, or the successor's CTAs could hold SMs while this one waits for long; gather_rows, which waits
-// for a plan, may trigger before. Loads of what the predecessor writes must not be marked read-only (const
-// restrict), or the compiler may lift them above the wait.
+// memory, and triggers its successor only after that; then "the kernel before me is complete" holds along the
+// whole stream, and a predecessor that knows nothing of this (any other library's kernel) simply runs to its
+// end first. Loads of what the predecessor writes must not be marked read-only (const restrict), or the
+// compiler may lift them above the wait.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -90,10 +90,8 @@ def test_split_weights_and_parts_of_a_batch_have_the_same_bits(rng):
 
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
 def test_small_batches_have_the_bits_of_a_large_one(rng, activation):
-    """They ask for weights before the plan is there (heuristics.h): by ids up to 512 routes, by a guess beyond them.
-
-    The ids come from the kernel before, and some of them name no expert; the large batch asks for nothing.
-    """
+    """Few rows are copied before the product, which gathers many by itself; ids come from the kernel before, and some
+    of them name no expert."""
     sizes = dict(T=2100, H=256, I=328, E=16, K=4)
     problem = oracle.make_problem(
         rng, **sizes, masked=0.2, invalid=0.2, duplicates=True, activation=activation, dtype=jnp.bfloat16
