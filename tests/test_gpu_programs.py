@@ -239,6 +239,22 @@ def test_the_gradient_of_a_layer_is_one_call_and_captured(dtype):
     gpu.assert_captured(program, "backward")
 
 
+def test_the_layer_takes_the_memory_that_the_formulas_say():
+    """Forward and backward, in temporaries of XLA; nothing has the size of E times the rows."""
+    config = sm.MoEConfig(E := 64, K, H, I, dtype=jnp.bfloat16)
+    shapes = [((T, H), jnp.bfloat16), ((T, K), jnp.float32), ((E, H, 2 * I), jnp.bfloat16), ((E, I, H), jnp.bfloat16)]
+    operands, ids = [gpu.abstract(*shape) for shape in shapes], gpu.abstract((T, K), jnp.int32)
+    run = lambda ids, x, weights, *experts: sm.moe(x, ids, weights, *experts, config=config)
+    pullback = lambda ids, dy, *operands: jax.vjp(functools.partial(run, ids), *operands)[1](dy)
+    sizes = (T, K, H, I, E)
+    for function, args, needed in (
+        (run, (ids, *operands), ffi.compiled.cuda_forward_bytes(*sizes)),
+        (pullback, (ids, operands[0], *operands), ffi.compiled.cuda_backward_bytes(*sizes, True)),
+    ):
+        program = gpu.compile_program(function, *args)
+        assert needed <= program.temporary_bytes < needed + 2**16 < 2 * E * T * K * H
+
+
 @pytest.mark.parametrize("name", ["gradient of scan", "gradient of scan with remat"])
 def test_the_gradient_of_a_stream_is_one_call(name):
     assert len(compiled(name)[0].calls("backward")) == 1

@@ -193,8 +193,8 @@ class Thunk:
 class Program:
     """A compiled program: its computations in the order in which they execute, its buffers and its thunks."""
 
-    def __init__(self, text: str, buffers: str, thunks: str, metadata: str) -> None:
-        self.text = text
+    def __init__(self, text: str, buffers: str, thunks: str, metadata: str, temporary_bytes: int) -> None:
+        self.text, self.temporary_bytes = text, temporary_bytes
         self.computations: dict[str, list[Instruction]] = {}
         if ", is_scheduled=true" not in text.split("\n", 1)[0]:
             raise ValueError("the program's text is not scheduled, so its order says nothing")
@@ -270,7 +270,8 @@ def compile_program(
             return found[0].read_text()
 
         thunks = dumped("thunk_sequence_after_thunk_passes", "thunk_sequence")
-        return Program(compiled.as_text(), dumped("*buffer-assignment"), thunks, dumped("thunk_metadata"))
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        return Program(compiled.as_text(), dumped("*buffer-assignment"), thunks, dumped("thunk_metadata"), temporary)
 
 
 def assert_in_place(program: Program, ring: sm.Ring) -> None:
