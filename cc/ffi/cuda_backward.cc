@@ -4,6 +4,7 @@
 //   rows_backward  the same with dx_rows [N, K, H] for dx: the backward of rows, between XLA's collectives
 //   ring_backward  token, x, dy, ids, weights, experts -> token, as backward: over the ranks of a ring, by its name
 //
+// Attribute wide: gradients of the expert tensors are float32, not rounded (not over a ring).
 // Contract: a call only enqueues kernels, copies and memsets on XLA's stream. The workspace is a result that XLA
 // allocates and nobody reads. Results of absent tensors are cleared: nobody else writes them. backward and
 // rows_backward carry the command-buffer trait; ring_backward does not: its ring is no operand, so only the order of
@@ -39,10 +40,13 @@ struct BackwardCall {
 Status read_backward(AttrReader& attrs, bool by_route, const BackwardCall& call, sm90::BackwardArgs* args) {
   const ExpertProblem p = read_problem(attrs);
   args->capacity = kernel_capacity(attrs.i64("capacity"));
+  args->wide = attrs.i32("wide") != 0;
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, call.operands, &args->weights));
-  STREAMMOE_RETURN_IF_ERROR(read_gradients(p, call.results, &args->gradients));
+  ExpertProblem of_gradients = p;
+  if (args->wide) of_gradients.dtype = DType::kF32;
+  STREAMMOE_RETURN_IF_ERROR(read_gradients(of_gradients, call.results, &args->gradients));
   sm90::BackwardSizes& s = args->sizes;
   s.num_tokens = tokens_of(call.ids, p);
   STREAMMOE_RETURN_IF_ERROR(expect_batch(p, s.num_tokens, call.x, call.ids, call.topk_weights));
@@ -123,6 +127,7 @@ Status ring_backward(RingCall* ring, cudaStream_t stream, int32_t ordinal, const
   const std::string name = attrs.text("ring");
   sm90::BackwardArgs args;
   STREAMMOE_RETURN_IF_ERROR(read_backward(attrs, false, call, &args));
+  if (args.wide) return error(Code::kInvalidArgument, "ring_backward has no wide gradients");
   STREAMMOE_RETURN_IF_ERROR(find_member(name, ordinal, ring));
   CallSpec layer;
   layer.problem.num_experts = args.sizes.num_experts, layer.problem.intermediate = args.sizes.intermediate;
