@@ -203,7 +203,7 @@ def ring_backward(
         ffi.like(token, token.shape, token.dtype),
         *_gradient_results(spec, x.shape, x, weights, experts, num_ranks * x.shape[0], 4 * num_ranks * weights.size),
     )
-    attributes = spec.attributes() | {"ring": spec.ring, "wide": np.int32(0)}
+    attributes = spec.attributes() | {"ring": spec.ring, "num_ranks": np.int64(num_ranks), "wide": np.int32(0)}
     operands = (token, x, dy, ids, weights, *experts)
     token, dx, d_weights, *d_experts, _ = ffi.call(
         "ring_backward", results, *operands, attributes=attributes, aliases={0: 0}

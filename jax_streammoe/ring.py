@@ -218,7 +218,8 @@ def make_ring(
 
     Returns a Ring of `ring_bytes(...)` bytes per rank (CPUs of several processes: in shared memory). On GPUs the ring
     takes bfloat16 and float16 layers and loads every kernel. The ranks of a group are GPUs of one host that reach each
-    other's memory, in one process or several; with more than one, `make_ring` waits for what they were given before.
+    other's memory, in one process or several; with more than one, `make_ring` waits for what they were given before,
+    and gradients are exchanged through the ring: it must be alive until they are there, as one that is returned is.
 
     Raises TypeError for an argument of another kind, ValueError for sizes, axes, devices or a config that do not fit,
     RuntimeError when processes disagree, run on several hosts or one is missing, or when GPUs cannot share their

@@ -20,7 +20,8 @@ def add_fault(ring: str, phase: str, kind: str = "delay", *, rank: int = -1, sec
 
     Arguments:
       ring: name of the ring. rank: its rank, -1 for all.
-      phase: one of PHASES, or "backward": the gradients of a call on a ring over GPUs.
+      phase: one of PHASES, or "backward": the gradients of a call on a ring over GPUs; on CPUs
+        it does nothing.
       kind: "delay" sleeps `seconds`, "jitter" a random part of them; "fail" raises on that rank and tells its peers;
         "drop" goes silent, so that peers run into their deadline.
     """

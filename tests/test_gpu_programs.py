@@ -320,6 +320,7 @@ def test_the_gradient_over_a_ring_is_one_call_behind_its_forward():
     assert len(program.calls("ring_forward")) == len(program.calls("ring_backward")) == 1
     assert "all-to-all" not in program.text and not moved_by_itself(program)
     assert program.text.index("streammoe_ring_forward_v1") < program.text.index("streammoe_ring_backward_v1")
+    assert "num_ranks = 2 : i64" in program.calls("ring_backward")[0].line  # compared with the ring of that name
     gpu.assert_no_copies(program, ring)
     gpu.assert_in_place(program, ring)
     gpu.assert_captured(program, "ring_forward")

@@ -1,12 +1,12 @@
 // One rank's side of a streamed call on a GPU: the host half, which only enqueues.
 //
-// Contract: methods are called in the order open, publish_*, close by XLA's thread of one device, with the CUDA stream
-// that XLA gave to the handler; nothing here waits for the device, allocates, or reads device memory (but for attach,
-// abort and read_control). Under `overlap` a wave runs on a side stream: it is enqueued behind its chunks'
-// publications, runs while XLA's stream goes on to produce, and is joined before XLA's stream reads what it wrote.
-// Every kernel waits only for kernels of a lower ticket (docs/protocol.md). Payload is copied in: a chunk's operands
-// may be freed when the publishing call's kernels are done, in stream order; expert weights and `mem` must live from
-// open to close.
+// Contract: methods are called in the order open, publish_*, close, or backward between such calls, by XLA's thread of
+// one device, with the CUDA stream that XLA gave to the handler; nothing here waits for the device, allocates, or reads
+// device memory (but for attach, abort and read_control). Under `overlap` a wave runs on a side stream: it is enqueued
+// behind its chunks' publications, runs while XLA's stream goes on to produce, and is joined before XLA's stream reads
+// what it wrote. Every kernel waits only for kernels of a lower ticket (docs/protocol.md). Payload is copied in: a
+// chunk's operands may be freed when the publishing call's kernels are done, in stream order; expert weights and `mem`
+// must live from open to close.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -47,6 +47,8 @@ class Stream : public RankStream {
   // Both halves of the chunk were published by a kernel that is not ours, earlier in stream order.
   Status publish_external(int64_t chunk, cudaStream_t stream);
   Status close(const ExpertWeights& weights, void* y, int32_t* expert_rows, int32_t* counts, cudaStream_t stream);
+  // Whether a backward of so many tokens may start: no stream is open, and the ring holds them.
+  Status expect_backward(int64_t num_tokens) const;
   // The gradients of a call on a ring over ranks: as open, one publication of everything, and close. `args` are this
   // rank's operands and results, `gradients` the tensors that hold args.gradients; the workspace has backward_bytes()
   // for the tokens of all ranks, and behind them the weights of their routes.
@@ -117,5 +119,8 @@ class Stream : public RankStream {
   uint32_t resident_ctas_ =
       0;  // of the up products launched beside a producer so far, as the ring's header counts them
 };
+
+// What is to know of the call whose gradients these are: its layer, and all tokens of a rank as one chunk.
+CallSpec backward_spec(const sm90::BackwardArgs& args);
 
 }  // namespace streammoe::cuda

@@ -1,18 +1,17 @@
 // The backward of a layer over the ranks of a ring, on XLA's stream alone. See stream.h for the contract.
 //
 // The ring is found by its name and not by an operand, so it may be in use: by a stream that XLA has not closed yet,
-// which is an error that every rank gets alike, since they run one program. All tokens of a rank are one chunk, in one
-// macro-chunk: then rows lie in the order of (rank, token), and sums over rows have the bits of one GPU. Gradients of y
-// are published and fetched beside x; rows of d_x and gradients of weights go to their owners from the kernels that
-// make them, before the weight gradients are computed, and are combined behind the seal.
+// which is an error that every rank gets alike, since they run one program. All tokens of a rank are
+// one chunk, in one macro-chunk: then rows lie in the order of (rank, token), and sums over rows have the bits of one
+// GPU. Gradients of y are published and fetched beside x; rows of d_x and gradients of weights go to their owners from
+// the kernels that make them, before the weight gradients are computed, and are combined behind the seal.
 #include "cuda/status.h"
 #include "cuda/stream.h"
 #include "kernels/launch.h"
 
 namespace streammoe::cuda {
-namespace {
 
-CallSpec one_chunk(const sm90::BackwardArgs& args) {
+CallSpec backward_spec(const sm90::BackwardArgs& args) {
   const sm90::BackwardSizes& s = args.sizes;
   CallSpec spec;
   spec.problem.num_experts = s.num_experts, spec.problem.hidden = s.hidden, spec.problem.intermediate = s.intermediate;
@@ -25,24 +24,26 @@ CallSpec one_chunk(const sm90::BackwardArgs& args) {
   return spec;
 }
 
-}  // namespace
+Status Stream::expect_backward(int64_t num_tokens) const {
+  if (open_) {
+    return error(Code::kFailedPrecondition, "ring '", ring_->name(),
+                 "': a backward while a stream is open on it: the gradient of one call was scheduled inside another; ",
+                 "put the later call behind it, ring = sm.after(ring, gradients)");
+  }
+  const int64_t ring_tokens = shape_.num_slots * shape_.chunk_tokens;
+  if (num_tokens >= 1 && num_tokens <= ring_tokens) return {};
+  return error(Code::kInvalidArgument, "ring '", ring_->name(), "': a backward takes 1..", ring_tokens,
+               " tokens (num_slots * chunk_tokens), got ", num_tokens);
+}
 
 Status Stream::backward(const sm90::BackwardArgs& own, std::span<const GradientTensor> gradients, uint8_t* workspace,
                         cudaStream_t stream) {
   const Enqueuing enqueuing(*this, stream);
   STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
   Span span(ring_->name(), group_, rank_, Phase::kBackward);
-  const int64_t num_tokens = own.sizes.num_tokens, ring_tokens = shape_.num_slots * shape_.chunk_tokens;
-  if (open_) {
-    return error(Code::kFailedPrecondition, "ring '", ring_->name(),
-                 "': a backward while a stream is open on it: XLA has scheduled the gradient of one call inside ",
-                 "another; put calls of one program in order with jax.lax.optimization_barrier or a scan");
-  }
-  if (num_tokens < 1 || num_tokens > ring_tokens) {
-    return error(Code::kInvalidArgument, "ring '", ring_->name(), "': a backward takes 1..", ring_tokens,
-                 " tokens (num_slots * chunk_tokens), got ", num_tokens);
-  }
-  const CallSpec spec = one_chunk(own);
+  const int64_t num_tokens = own.sizes.num_tokens;
+  STREAMMOE_RETURN_IF_ERROR(expect_backward(num_tokens));
+  const CallSpec spec = backward_spec(own);
   STREAMMOE_CUDA(sm90::launch_open(device_ring(), spec, stream), "opening a backward");
   STREAMMOE_RETURN_IF_ERROR(publish_backward(spec, own, stream));
   STREAMMOE_CUDA(sm90::launch_await_chunks(device_ring(), 0, 1, stream), "waiting for the tokens of all ranks");
@@ -80,7 +81,9 @@ Status Stream::backward(const sm90::BackwardArgs& own, std::span<const GradientT
   return cuda_status(sm90::launch_advance(device_ring(), spec, stream), "closing a backward");
 }
 
-// Routes, x, and the gradient of y where peers look for it. Its copy comes first: the layout's word publishes it too.
+// Routes, x, and the gradient of y where peers look for it. Its copy comes first: it is complete, in stream order,
+// before the kernel starts whose fence publishes the layout, and so it is published to every rank's await_chunks with
+// it.
 Status Stream::publish_backward(const CallSpec& spec, const sm90::BackwardArgs& args, cudaStream_t stream) {
   bool silent = false;
   const Status fault = Faults::get().hit(ring_->name(), rank_, Phase::kBackward, &silent);

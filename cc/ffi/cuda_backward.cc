@@ -125,36 +125,33 @@ Status ring_backward(RingCall* ring, cudaStream_t stream, int32_t ordinal, const
                      const Buffer& token_in, const Buffer& token_out, const BackwardCall& call) {
   AttrReader attrs(dictionary);
   const std::string name = attrs.text("ring");
+  const int64_t num_ranks = attrs.i64("num_ranks");
   sm90::BackwardArgs args;
   STREAMMOE_RETURN_IF_ERROR(read_backward(attrs, false, call, &args));
   if (args.wide) return error(Code::kInvalidArgument, "ring_backward has no wide gradients");
   STREAMMOE_RETURN_IF_ERROR(find_member(name, ordinal, ring));
-  CallSpec layer;
-  layer.problem.num_experts = args.sizes.num_experts, layer.problem.intermediate = args.sizes.intermediate;
-  layer.problem.hidden = args.sizes.hidden, layer.problem.top_k = args.sizes.top_k, layer.problem.dtype = args.dtype;
-  STREAMMOE_RETURN_IF_ERROR(expect_layer(*ring->ring, layer));
+  if (num_ranks < 2 || ring->ring->shape().num_ranks != num_ranks) {
+    return error(Code::kFailedPrecondition, "ring '", name, "' has ", ring->ring->shape().num_ranks,
+                 " ranks, a backward on it was compiled for ", num_ranks, " and wants at least 2");
+  }
+  auto& side = static_cast<cuda::Stream&>(*ring->member->stream);
+  STREAMMOE_RETURN_IF_ERROR(expect_layer(*ring->ring, cuda::backward_spec(args)));
+  STREAMMOE_RETURN_IF_ERROR(side.expect_backward(args.sizes.num_tokens));
   sm90::BackwardSizes all = args.sizes;
-  all.num_tokens *= ring->ring->shape().num_ranks;
+  all.num_tokens *= num_ranks;
   const int64_t needed = static_cast<int64_t>(sm90::backward_bytes(all)) + all.num_tokens * all.top_k * 4;
   STREAMMOE_RETURN_IF_ERROR(expect_workspace(call.workspace, needed));
+  ring->in_place = true;  // from here on an error costs the ring: peers may be waiting for this rank
   STREAMMOE_RETURN_IF_ERROR(clear_absent(call.results, stream));
-  if (token_in.untyped_data() != token_out.untyped_data()) {
-    STREAMMOE_RETURN_IF_ERROR(
-        expect_buffer("token", token_out, token_in.element_type(), static_cast<int64_t>(token_in.element_count())));
-    STREAMMOE_CUDA(cudaMemcpyAsync(token_out.untyped_data(), token_in.untyped_data(), token_in.size_bytes(),
-                                   cudaMemcpyDeviceToDevice, stream),
-                   "carrying the token over");
-  }
+  STREAMMOE_RETURN_IF_ERROR(carry_on(stream, "token", token_in, token_out));
   std::array<cuda::Stream::GradientTensor, kNumWeights> gradients;
   size_t present = 0;
   for (const Buffer& result : call.results) {
     const auto count = static_cast<int64_t>(result.element_count());
     if (count > 1) gradients[present++] = {result.untyped_data(), count};
   }
-  ring->in_place = true;  // from here on an error costs the ring: peers may be waiting for this rank
-  return static_cast<cuda::Stream&>(*ring->member->stream)
-      .backward(args, std::span(gradients).first(present), static_cast<uint8_t*>(call.workspace.untyped_data()),
-                stream);
+  return side.backward(args, std::span(gradients).first(present), static_cast<uint8_t*>(call.workspace.untyped_data()),
+                       stream);
 }
 
 ffi::Error ring_backward_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer token, Buffer x,

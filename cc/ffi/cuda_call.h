@@ -1,10 +1,13 @@
 // What the handlers of one CUDA device share: how they are listed, and checks of what the kernels take.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
+#include "cuda/status.h"
 #include "ffi/decode.h"
 
 namespace streammoe::ffi_glue {
@@ -33,6 +36,16 @@ inline Status expect_kernel_type(DType dtype) {
 inline Status expect_workspace(const ffi::AnyBuffer& workspace, int64_t needed) {
   if (static_cast<int64_t>(workspace.size_bytes()) >= needed) return {};
   return error(Code::kInvalidArgument, "the workspace must have ", needed, " bytes, got ", workspace.size_bytes());
+}
+
+// An operand that XLA did not alias with its result follows its stream.
+inline Status carry_on(cudaStream_t stream, const char* name, const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
+  const auto num_elements = static_cast<int64_t>(in.element_count());
+  STREAMMOE_RETURN_IF_ERROR(expect_buffer(name, out, in.element_type(), num_elements));
+  if (out.untyped_data() == in.untyped_data()) return {};
+  return cuda::cuda_status(
+      cudaMemcpyAsync(out.untyped_data(), in.untyped_data(), in.size_bytes(), cudaMemcpyDeviceToDevice, stream),
+      "carrying an operand over");
 }
 
 }  // namespace streammoe::ffi_glue

@@ -28,16 +28,6 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 cuda::Stream& stream_of(const RingCall& call) { return static_cast<cuda::Stream&>(*call.member->stream); }
 
-// y that XLA did not alias follows its stream.
-Status carry_on(cudaStream_t stream, const char* name, const Buffer& in, const Buffer& out) {
-  const auto num_elements = static_cast<int64_t>(in.element_count());
-  STREAMMOE_RETURN_IF_ERROR(expect_buffer(name, out, in.element_type(), num_elements));
-  if (out.untyped_data() == in.untyped_data()) return {};
-  return cuda::cuda_status(
-      cudaMemcpyAsync(out.untyped_data(), in.untyped_data(), in.size_bytes(), cudaMemcpyDeviceToDevice, stream),
-      "carrying an operand over");
-}
-
 Status register_ring(cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& dictionary, Buffer mem_in,
                      Result mem_out) {
   AttrReader attrs(dictionary);

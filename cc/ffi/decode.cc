@@ -167,10 +167,15 @@ Status expect_layer(const Ring& ring, const CallSpec& spec) {
       shape.itemsize == dtype_bytes(spec.problem.dtype) && spec.chunk_tokens <= shape.chunk_tokens) {
     return {};
   }
+  const auto experts = [&](int64_t num_experts, int64_t intermediate) {
+    return same_pool ? std::string()
+                     : ", experts " + std::to_string(num_experts) + ", intermediate " + std::to_string(intermediate);
+  };
   return error(Code::kFailedPrecondition, "ring '", ring.name(), "' was made for another config: hidden ", shape.hidden,
                ", top_k ", shape.top_k, ", itemsize ", shape.itemsize, ", chunk_tokens ", shape.chunk_tokens,
-               "; the call has hidden ", spec.problem.hidden, ", top_k ", spec.problem.top_k, ", itemsize ",
-               dtype_bytes(spec.problem.dtype), ", chunks of ", spec.chunk_tokens);
+               experts(shape.num_experts, shape.intermediate), "; the call has hidden ", spec.problem.hidden,
+               ", top_k ", spec.problem.top_k, ", itemsize ", dtype_bytes(spec.problem.dtype), ", chunks of ",
+               spec.chunk_tokens, experts(spec.problem.num_experts, spec.problem.intermediate));
 }
 
 namespace {
@@ -316,6 +321,8 @@ ffi::Error finish(const RingCall& call, const Status& status) {
   // A stream that is open is ended even when its ring was refused: its worker may be inside an expert pass.
   if (!status.ok() && call.member != nullptr && (call.in_place || call.member->stream->is_open())) {
     call.member->stream->abort(status);
+  } else if (!status.ok() && call.member != nullptr && call.ring->failed()) {
+    call.ring->quiesce();  // an earlier call failed: its kernels may not be over, and XLA frees this program's memory
   }
   return to_ffi(status);
 }

@@ -139,6 +139,7 @@ struct WeightParams {
 };
 
 // Over ranks only routes that are taken here are written, at their tokens' owners: the others have ranks of their own.
+// The seal's fence publishes them to the owner's take_weight_gradients.
 __device__ __forceinline__ void store_weight(const WeightParams& p, int64_t pair, int32_t row, float value) {
   if (p.owners.peers == nullptr) {
     p.d_weights[pair] = row < 0 ? 0.0f : value;

@@ -85,7 +85,7 @@ cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cuda
   if (cudaError_t e = launch_plan(plan_args, plan, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_backward_rows(args, plan, rows, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dact_sm90(args, plan, rows, stream); e != cudaSuccess) return e;
-  if (args.over_ranks()) {  // first what others wait for: it travels while the weight gradients are computed
+  if (args.over_ranks()) {  // first what goes to others: it travels while the weight gradients are computed
     if (cudaError_t e = launch_gemm_dx_sm90(args, plan, rows, nullptr, stream); e != cudaSuccess) return e;
     if (cudaError_t e = launch_d_weights(args, plan, rows, stream); e != cudaSuccess) return e;
   }

@@ -2,8 +2,8 @@
 //
 // Contract: fetching follows await_chunks, so all that it reads was published and waited for; loads from a peer pass
 // L1, which knows nothing of what another GPU writes. Taking follows the seal, whose acquire shows what the peers left.
-// Trade-off: a token is fetched as a whole before the first product starts, 0.1 ms for 33 MB, instead of expert by
-// expert behind counters: the products then run as on one GPU.
+// Trade-off: tokens are fetched before the first product starts, not expert by expert behind counters: the products
+// then run as on one GPU (docs/expert_parallel.md has the times).
 #include "device/ptx_sm90.cuh"
 #include "kernels/launch_dependent.cuh"
 #include "kernels/ring_view.cuh"

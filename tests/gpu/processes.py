@@ -39,6 +39,7 @@ MODES: dict[str, dict[str, Any] | None] = {
     "overlap": {"policy": "overlap", "chunks": None},
 }
 CALLS = 3  # of a program: XLA captures the batch-ready one
+GRADIENTS = ("d_x", "d_topk_weights", "d_w_gate_up", "d_w_down")
 DEADLINE_S = 8.0  # of the ring whose peer dies
 SQUARE = 1024  # of the matrix that cuBLAS multiplies
 LATE_S = 1.0  # of the late rank, when cuBLAS starts beside the call
@@ -109,6 +110,26 @@ def same(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
     for _ in range(CALLS):
         y = jax.block_until_ready(run(*args, ring))
     save(folder, "0-ref", y)
+    ring.check()
+
+
+def gradient(problem: oracle.Problem, mesh: Mesh, folder: pathlib.Path) -> None:
+    """All gradients of a batch-ready call on a ring that holds its tokens, and so carries them back."""
+    x, ids, *rest = place(problem, mesh)
+    sharding = NamedSharding(mesh, P("ep"))
+    dy = jax.make_array_from_callback(problem.dy.shape, sharding, lambda i: problem.dy[i])
+    run = program(problem, mesh, "batch")
+
+    def pulled(x: Any, ids: Any, rest: Any, dy: Any, ring: Any) -> Any:
+        _, pullback, ring = jax.vjp(lambda x, *rest: run(x, ids, *rest, ring), x, *rest, has_aux=True)
+        return pullback(dy), ring
+
+    ring = ring_of(problem, mesh, chunk_tokens=TOKENS, num_slots=1)
+    compiled = jax.jit(pulled, donate_argnames="ring")
+    for _ in range(CALLS):
+        gradients, ring = jax.block_until_ready(compiled(x, ids, rest, dy, ring))
+    for name, value in zip(GRADIENTS, gradients, strict=True):
+        save(folder, f"0-{name}", value)
     ring.check()
 
 

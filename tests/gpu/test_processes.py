@@ -59,6 +59,19 @@ def test_same_bits_as_one_process(tmp_path, wanted, visible, memory):
         np.testing.assert_array_equal(worker.load(tmp_path, name), wanted, err_msg=name)
 
 
+def test_gradients_have_the_bits_of_one_gpu(tmp_path):
+    for output in run("gradient", tmp_path, "one", "pool"):
+        assert "DONE" in output
+    problem = oracle.as_jax(worker.problem_of(COUNT))
+    x, ids, *rest = problem.args
+    layer = lambda x, *rest: sm.moe(x, ids, *rest, config=problem.config)
+    wanted = jax.jit(lambda dy, *args: jax.vjp(layer, *args)[1](dy))(problem.dy, x, *rest)
+    for name, want in zip(worker.GRADIENTS, wanted, strict=True):
+        got = worker.load(tmp_path, f"0-{name}")
+        np.testing.assert_array_equal(got, np.asarray(want).view(np.uint16), err_msg=name)
+        assert got.any()
+
+
 def test_memory_that_cannot_be_shared_is_refused(tmp_path):
     for output in run("refused", tmp_path, "one", "async"):
         assert "EXPECTED" in output and "DONE" in output

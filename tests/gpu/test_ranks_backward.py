@@ -119,6 +119,41 @@ def test_nan_in_masked_tokens_and_in_the_ring_reaches_nobody(mesh_of, new_ring):
     assert_same_bits(grads, want)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(T=44, H=72, I=40, E=6, K=3), dict(T=60, H=264, I=200, E=64, K=37), dict(T=2, H=8, I=8, E=2, K=1)],
+    ids=["tails", "more routes than lanes", "a token each"],
+)
+def test_other_sizes(mesh_of, new_ring, sizes):
+    problem, mesh = _problem(**sizes, use_bias=True), mesh_of(RANKS)
+    ring = new_ring(problem.config, mesh=mesh, chunk_tokens=sizes["T"] // RANKS, num_slots=1)
+    program = _program(sm.expert_parallel(problem.config, mesh=mesh), "moe")
+    grads, _ = program(*_over_ranks(problem, mesh), ring)
+    assert_same_bits(grads, run("moe", problem).grads)
+
+
+def test_steps_of_streams_with_a_late_rank(mesh_of, new_ring):
+    """A forward call follows a backward at once, with other tokens, and works where its gradients lay."""
+    problem, mesh = _problem(), mesh_of(RANKS)
+    ring = new_ring(problem.config, mesh=mesh, chunk_tokens=100, num_slots=4)
+    program = _program(sm.expert_parallel(problem.config, mesh=mesh), "overlap")
+    turns = [problem.replace(x=np.roll(problem.x, n, 0), dy=np.roll(problem.dy, 2 * n, 0)) for n in range(3)]
+    wants, args = [run("moe", p).grads for p in turns], [_over_ranks(p, mesh) for p in turns]
+    sm.testing.add_fault(ring.name, "backward", "jitter", rank=0, seconds=0.002)
+    sm.testing.add_fault(ring.name, "publish_route", "jitter", rank=1, seconds=0.001)
+    try:
+        results = []
+        for turn in range(30):
+            grads, ring = program(*args[turn % 3], ring)
+            results.append(grads)
+            if turn % 5 == 4:  # several steps are in flight
+                for n, grads in enumerate(results, turn - 4):
+                    assert_same_bits(grads, wants[n % 3], f"step {n}")
+                results = []
+    finally:
+        sm.testing.clear_faults()
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_in_a_scan_with_a_late_rank(mesh_of, new_ring, remat):
     """Three layers, 50 steps, every step other tokens; the order of calls is the same on both ranks."""
@@ -195,3 +230,17 @@ def test_a_rank_that_goes_silent_in_the_backward(mesh_of, new_ring):
         assert np.isnan(np.asarray(value, np.float32)).all(), name
     with pytest.raises(RuntimeError, match=r"(waited 1 s for rank 1 in phase dispatch|because rank \d failed)"):
         ring.check()
+
+
+def test_a_ring_that_is_made_again_serves_the_same_program(mesh_of, new_ring):
+    problem, mesh = _problem(), mesh_of(RANKS)
+    options = dict(mesh=mesh, chunk_tokens=HERE, num_slots=1)
+    ring = new_ring(problem.config, **options)
+    program = _program(sm.expert_parallel(problem.config, mesh=mesh), "moe")
+    args = _over_ranks(problem, mesh)
+    with sm.testing.fault(ring.name, "backward", "fail", rank=1), pytest.raises(Exception, match="rank 1"):
+        jax.block_until_ready(program(*args, ring))
+    ring = sm.make_ring(problem.config, name=ring.name, **options)
+    grads, ring = program(*args, ring)
+    assert_same_bits(grads, run("moe", problem).grads)
+    ring.check()
