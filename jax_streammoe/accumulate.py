@@ -40,8 +40,8 @@ def accumulate_gradients(
 
     Precision: in float32 layers, a call adds what autodiff gives, bit by bit. In bfloat16 and float16 layers the sums
     over rows are added as they are, in float32, where autodiff rounds them to the dtype first. On CUDA that is all of
-    the difference: dx and d_topk_weights have the bits of autodiff. On the CPU nothing of a call is rounded to the dtype
-    but dx, so that all results are nearer to the exact gradient than autodiff's and have other bits.
+    the difference: dx and d_topk_weights have the bits of autodiff. On the CPU nothing of a call is rounded to the
+    dtype but dx, so that all results are nearer to the exact gradient than autodiff's and have other bits.
     Gradients: none; differentiating it raises NotImplementedError.
     Determinism: same bits every time. Within shard_map, sums over axes that hold copies of the experts are left to the
     caller; under plain jit with sharded tokens they are made, in float32.

@@ -14,7 +14,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
+#include <iterator>
 
 #include "cuda/status.h"
 #include "cuda/stream.h"
@@ -144,14 +144,13 @@ Status ring_backward(RingCall* ring, cudaStream_t stream, int32_t ordinal, const
   ring->in_place = true;  // from here on an error costs the ring: peers may be waiting for this rank
   STREAMMOE_RETURN_IF_ERROR(clear_absent(call.results, stream));
   STREAMMOE_RETURN_IF_ERROR(carry_on(stream, "token", token_in, token_out));
-  std::array<cuda::Stream::GradientTensor, kNumWeights> gradients;
-  size_t present = 0;
-  for (const Buffer& result : call.results) {
-    const auto count = static_cast<int64_t>(result.element_count());
-    if (count > 1) gradients[present++] = {result.untyped_data(), count};
+  sm90::HalfTensors gradients;
+  static_assert(std::size(sm90::HalfTensors{}.of) == kNumWeights);
+  for (size_t n = 0; n < kNumWeights; ++n) {
+    const auto count = static_cast<int64_t>(call.results[n].element_count());
+    if (count > 1) gradients.of[n] = {call.results[n].untyped_data(), count};
   }
-  return side.backward(args, std::span(gradients).first(present), static_cast<uint8_t*>(call.workspace.untyped_data()),
-                       stream);
+  return side.backward(args, gradients, static_cast<uint8_t*>(call.workspace.untyped_data()), stream);
 }
 
 ffi::Error ring_backward_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer token, Buffer x,

@@ -69,6 +69,10 @@ struct BackwardArgs {
 // of which 2 I R less when ungated.
 size_t backward_bytes(const BackwardSizes& sizes);
 cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream);
+// The same in two: what goes to other ranks, and may be told to them when it is done; then the gradients that stay
+// here.
+cudaError_t launch_backward_rows_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t launch_backward_experts_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream);
 
 // The parts of launch_backward_sm90, for it and for checks of one kernel at a time.
 Plan make_backward_plan(void* workspace, const BackwardSizes& sizes);
