@@ -2,7 +2,7 @@
 
 The whole `xla` transport with it, values and gradients on a mesh, against the float64 oracle; and each half against the
 CPU's handler, which says what it returns for routes of other ranks, dropped ones, duplicates and NaN. Kernels are
-tested in tests/gpu/test_exchange.py, programs for a GPU in test_gpu_programs.py.
+tested in tests/gpu/test_exchange.py, programs for a GPU in test_gpu_programs_ranks.py.
 """
 
 from __future__ import annotations

@@ -11,106 +11,41 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_streammoe as sm
 from jax_streammoe import ffi
 from tests.helpers import gpu_compile as gpu
+from tests.helpers.gpu_nets import (
+    CHUNKS,
+    CONFIG,
+    LAYERS,
+    E,
+    H,
+    I,
+    K,
+    T,
+    arguments,
+    batch_block,
+    block,
+    gradient,
+    layer_of,
+    one_layer,
+    over_ranks,
+    remat,
+    route,
+    scanned,
+    unrolled,
+)
 
 __test__ = ffi.compiled.WITH_CUDA
-
-# T = 512 tokens in 4 chunks of C = 128; 3 layers, equal but for their weights.
-T, H, I, E, K, CHUNKS, LAYERS = 512, 256, 128, 8, 2, 4, 3
-CONFIG = sm.MoEConfig(E, K, H, I, dtype=jnp.bfloat16)
-WEIGHTS = {"norm": (H,), "router": (H, E), "gate_up": (E, H, 2 * I), "down": (E, I, H)}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
     if why := gpu.why_unavailable():
         pytest.skip(why)
-
-
-def arguments(mesh=None, chunks=CHUNKS):
-    """x, weights of all layers, ring of as many slots as chunks: on one device, or over the ranks of a mesh."""
-    on = lambda *spec: None if mesh is None else NamedSharding(mesh, P(*spec))
-    split = {"gate_up": on(None, "ep"), "down": on(None, "ep")}
-    ranks = 1 if mesh is None else mesh.size
-    x = gpu.abstract((ranks * T, H), sharding=on("ep"))
-    weights = {n: gpu.abstract((LAYERS, *s), sharding=split.get(n, on())) for n, s in WEIGHTS.items()}
-    return x, weights, gpu.abstract_ring(CONFIG, chunk_tokens=T // chunks, num_slots=chunks, mesh=mesh)
-
-
-def norm(x, scale):
-    wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale[None]
-
-
-def route(x, router):
-    return sm.route_topk(jnp.dot(x, router, preferred_element_type=jnp.float32), CONFIG)
-
-
-def stream(x, w, ring, **options):
-    options = {"chunks": CHUNKS} | options
-    y, ring, _ = sm.stream_moe(
-        x, route, w["gate_up"], w["down"], config=CONFIG, ring=ring, route_args=(w["router"],), **options
-    )
-    return y, ring
-
-
-def block(x, w, ring, **options):
-    y, ring = stream(norm(x, w["norm"]), w, ring, **options)
-    return x + jnp.tanh(y) * y, ring
-
-
-def batch_block(x, w, ring):
-    routed = route(norm(x, w["norm"]), w["router"])
-    y = sm.moe(norm(x, w["norm"]), routed.ids, routed.weights, w["gate_up"], w["down"], config=CONFIG)
-    return x + jnp.tanh(y) * y, ring
-
-
-def layer_of(weights, n):
-    return jax.tree.map(lambda w: w[n], weights)
-
-
-def one_layer(x, weights, ring, block=block):
-    return block(x, layer_of(weights, 0), ring)
-
-
-def unrolled(x, weights, ring, block=block):
-    for n in range(LAYERS):
-        x, ring = block(x, layer_of(weights, n), ring)
-    return x, ring
-
-
-def scanned(x, weights, ring, block=block):
-    return lax.scan(lambda carry, w: (block(carry[0], w, carry[1]), None), (x, ring), weights)[0]
-
-
-def gradient(net):
-    def run(x, weights, ring):
-        def loss(x, weights):
-            y, used = net(x, weights, ring)
-            return jnp.sum(jnp.square(y.astype(jnp.float32))), used
-
-        return jax.grad(loss, (0, 1), has_aux=True)(x, weights)
-
-    return run
-
-
-def remat(block):
-    return jax.checkpoint(block, policy=sm.checkpoint_policy())
-
-
-def over_ranks(net):
-    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
-    weights = {"norm": P(), "router": P(), "gate_up": P(None, "ep"), "down": P(None, "ep")}
-    specs = (P("ep"), weights, P("ep"))
-    return jax.shard_map(net, mesh=mesh, in_specs=specs, out_specs=(P("ep"), P("ep"))), mesh
 
 
 PROGRAMS = {  # name: (function, streams in its text, where a loop's body stands once)
@@ -258,107 +193,6 @@ def test_the_layer_takes_the_memory_that_the_formulas_say():
 @pytest.mark.parametrize("name", ["gradient of scan", "gradient of scan with remat"])
 def test_the_gradient_of_a_stream_is_one_call(name):
     assert len(compiled(name)[0].calls("backward")) == 1
-
-
-# Over ranks without a ring: collectives of XLA's, and the halves of the layer between them.
-
-
-def exchanged(call, dtype=jnp.bfloat16, split=0, **options):
-    """The program of a layer over two ranks, ring=None. `split`: the dimension in which the experts arrive sharded."""
-    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
-    config = dataclasses.replace(CONFIG, dtype=dtype)
-    ep = sm.expert_parallel(config, mesh=mesh)
-    on = lambda *spec: NamedSharding(mesh, P(*spec))
-    tokens, experts = on("ep"), on(*(None,) * split, "ep")
-    x = gpu.abstract((2 * T, H), dtype, tokens)
-    w1, w2 = (gpu.abstract(shape, dtype, experts) for shape in ((E, H, 2 * I), (E, I, H)))
-    if call == "moe":
-        routes = (gpu.abstract((2 * T, K), d, tokens) for d in (jnp.int32, jnp.float32))
-        run, args = (lambda *args: ep.moe(*args, checks=True)[0]), (x, *routes, w1, w2)
-    else:
-        run = lambda x, router, w1, w2: ep.stream(x, route, w1, w2, route_args=(router,))[0]
-        args = (x, gpu.abstract((H, E), dtype, on()), w1, w2)
-    if call != "gradient":
-        return gpu.compile_program(run, *args, **options)
-    loss = lambda *args: jnp.sum(jnp.square(run(*args).astype(jnp.float32)))
-    return gpu.compile_program(jax.grad(loss, (0, 1, 2, 3)), *args, **options)
-
-
-HALVES = ("rows", "combine", "rows_backward", "check_ids", "backward", "forward")
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("call", ["moe", "stream", "gradient"])
-def test_the_exchange_moves_what_it_must(call, dtype):
-    program = exchanged(call, dtype)
-    backwards = int(call == "gradient")  # one call for the gradients of a rank's rows, and d_x is combined like y
-    calls = [len(program.calls(name)) for name in HALVES]
-    assert calls == ([1, 1 + backwards, backwards, 0, 0, 0] if dtype != jnp.float32 else [0] * 6)
-    assert "all-to-all" in program.text and not moved_by_itself(program)
-    # The router's gradient is summed over ranks, nothing else.
-    assert ("all-reduce" in program.text) == (call == "gradient")
-
-
-def test_the_gradient_over_a_ring_is_one_call_behind_its_forward():
-    """It is found by name, so only the order of thunks keeps it apart from the forward call; no graph may hold it."""
-    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
-    ep = sm.expert_parallel(CONFIG, mesh=mesh)
-    on = NamedSharding(mesh, P("ep"))
-    shapes = [((2 * T, H), jnp.bfloat16), ((2 * T, K), jnp.float32), ((E, H, 2 * I), jnp.bfloat16)]
-    operands = [gpu.abstract(*shape, on) for shape in (*shapes, ((E, I, H), jnp.bfloat16))]
-    ids = gpu.abstract((2 * T, K), jnp.int32, on)
-    ring = gpu.abstract_ring(CONFIG, chunk_tokens=T, num_slots=1, mesh=mesh)
-
-    def loss(operands, ids, ring):
-        x, weights, *experts = operands
-        y, ring, _ = ep.moe(x, ids, weights, *experts, ring=ring)
-        return jnp.sum(jnp.square(y.astype(jnp.float32))), ring
-
-    program = gpu.compile_program(
-        jax.grad(loss, has_aux=True), operands, ids, ring, donate=2, options={"xla_gpu_graph_min_graph_size": 1}
-    )
-    assert len(program.calls("ring_forward")) == len(program.calls("ring_backward")) == 1
-    assert "all-to-all" not in program.text and not moved_by_itself(program)
-    assert program.text.index("streammoe_ring_forward_v1") < program.text.index("streammoe_ring_backward_v1")
-    assert "num_ranks = 2 : i64" in program.calls("ring_backward")[0].line  # compared with the ring of that name
-    gpu.assert_no_copies(program, ring)
-    gpu.assert_in_place(program, ring)
-    gpu.assert_captured(program, "ring_forward")
-    with pytest.raises(AssertionError):
-        gpu.assert_captured(program, "ring_backward")
-
-
-@pytest.mark.parametrize("policy", ["serial", "overlap"])
-def test_a_stream_over_ranks_that_has_nothing_to_overlap_is_one_call_on_one_stream(policy):
-    mesh = Mesh(np.array(gpu.devices(2)), ("ep",), axis_types=(AxisType.Auto,))
-    ep, on = sm.expert_parallel(CONFIG, mesh=mesh), lambda *spec: NamedSharding(mesh, P(*spec))
-    x, gate_up = gpu.abstract((2 * T, H), jnp.bfloat16, on("ep")), gpu.abstract((E, H, 2 * I), jnp.bfloat16, on("ep"))
-    down, router = gpu.abstract((E, I, H), jnp.bfloat16, on("ep")), gpu.abstract((H, E), jnp.bfloat16, on())
-    ring = gpu.abstract_ring(CONFIG, chunk_tokens=T // 4, num_slots=4, mesh=mesh)
-
-    def run(x, router, gate_up, down, ring):
-        options = dict(ring=ring, route_args=(router,), policy=policy, chunks="auto")
-        return ep.stream(x, route, gate_up, down, **options)[:2]
-
-    program = gpu.compile_program(run, x, router, gate_up, down, ring, donate=4)
-    (call,) = program.calls("ring_forward")
-    assert "overlap = 0 : i32" in call.line and not program.calls("open")
-    assert f"chunk_tokens = {T} : i64" in call.line and "num_chunks = 1 : i64" in call.line  # whatever its slots hold
-
-
-def moved_by_itself(program):
-    """Whether something lay elsewhere than the layer wants it, and XLA's partitioner moved it."""
-    return "all-gather" in program.text or 'is_spmd_generated="true"' in program.text
-
-
-def test_command_buffers_may_hold_the_halves_of_the_exchange():
-    program = exchanged("gradient", options={"xla_gpu_graph_min_graph_size": 1})
-    for name in ("rows", "combine", "rows_backward"):
-        gpu.assert_captured(program, name)
-
-
-def test_experts_that_lie_elsewhere_are_seen():
-    assert moved_by_itself(exchanged("moe", split=1))
 
 
 # Programs with a fault, and the assertion that each must fail.

@@ -17,9 +17,9 @@ import os
 import pathlib
 import sys
 
-import kernels
+import kernel_library as kernels
 import torch
-from kernels import ACTIVATIONS, BLOCK_M, DTYPES, GATED, LAYERS, TOLERANCE, Plan, close, random_ids
+from kernel_library import ACTIVATIONS, BLOCK_M, DTYPES, GATED, LAYERS, TOLERANCE, Plan, close, random_ids
 
 ALL, PLAN, ROWS, DACT, BIASES, DW_DOWN, DW_UP, DX, COMBINE, WEIGHTS, SPREAD = range(11)
 PARTS = {
