@@ -279,24 +279,47 @@ def train(trainer: Trainer, num_steps: int, saved: Checkpoints, *, resume: bool,
     return mean < first_loss
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="trains a Mixture-of-Experts language model")
+def at_least(least: int) -> Any:
+    """A type of arguments: an int from `least` on."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return parse
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--small", action="store_true", help="the model for CPUs, on a GPU too")
     add("--layer", choices=LAYERS, default="stream", help="experts streamed, batch-ready, or in plain JAX")
-    add("--steps", type=int, default=200, help="steps of the whole run, which the learning rate is planned for")
-    add("--stop", type=int, default=2**31, help="leave after this step; --resume goes on")
-    add("--devices", type=int, default=1, help="virtual CPU devices of this process")
+    add("--steps", type=at_least(2), default=200, help="steps of the whole run, which the learning rate is planned for")
+    add("--stop", type=at_least(1), default=2**31, help="leave after this step; --resume goes on")
+    add("--devices", type=at_least(1), default=1, help="virtual CPU devices of this process")
     add("--checkpoint", type=pathlib.Path, help="folder of checkpoints, the same for all processes")
-    add("--checkpoint-every", type=int, default=100, help="steps")
+    add("--checkpoint-every", type=at_least(1), default=100, help="steps")
     add("--resume", action="store_true", help="go on from the last checkpoint")
-    add("--log-every", type=int, default=10, help="steps")
-    add("--processes", type=int, default=1)
-    add("--process-id", type=int, default=0)
+    add("--log-every", type=at_least(1), default=10, help="steps")
+    add("--processes", type=at_least(1), default=1, help="how many processes the run has, this one among them")
+    add("--process-id", type=at_least(0), default=0, help="which of them this one is, from 0")
     add("--coordinator", default="127.0.0.1:9876", help="HOST:PORT of process 0")
     add("--gpus", type=int, nargs="+", help="numbers of this process's GPUs among several; by default all it sees")
     options = parser.parse_args(arguments)
+    if options.process_id >= options.processes:
+        parser.error(f"--process-id must be below --processes, got {options.process_id} of {options.processes}")
+    folder = options.checkpoint
+    if folder is not None and folder.exists() and not folder.is_dir():
+        parser.error(f"--checkpoint must be a folder, {folder} is not")
+    if options.resume and (folder is None or not folder.is_dir()):
+        parser.error("--resume needs --checkpoint with the folder of a run")
+    return options
 
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
     jax.config.update("jax_num_cpu_devices", options.devices)  # before the first operation
     if options.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -306,6 +329,8 @@ def main(arguments: list[str] | None = None) -> int:
     on_cpu = jax.devices()[0].platform == "cpu"
     settings = small(jnp.float32 if on_cpu else jnp.bfloat16) if options.small or on_cpu else full()
     mesh = Mesh(np.array(jax.devices()), ("ep",), axis_types=(AxisType.Auto,))
+    if settings.moe.num_experts % mesh.size:
+        raise SystemExit(f"the {settings.moe.num_experts} experts cannot be split over {mesh.size} ranks")
     trainer = Trainer(settings, mesh, options.steps, options.layer)
     if jax.process_index() == 0:
         count = sum(a.size for a in jax.tree.leaves(trainer.state[0]))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
@@ -122,7 +123,8 @@ def narrow_ids(ids: jax.Array, config: MoEConfig) -> jax.Array:
     if not checks.is_int64(ids):
         return ids
     limits = jnp.iinfo(jnp.int32)
-    return jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
+    clip: Any = jnp.clip if isinstance(ids, jax.Array) else np.clip  # without x64 JAX would wrap a NumPy array first
+    return jnp.asarray(clip(ids, limits.min, limits.max).astype(jnp.int32))
 
 
 def mask_ids(ids: jax.Array, num_valid: Any, first_token: Any = 0) -> jax.Array:
@@ -131,7 +133,18 @@ def mask_ids(ids: jax.Array, num_valid: Any, first_token: Any = 0) -> jax.Array:
         return ids
     checks.check_num_valid(num_valid)
     tokens = jnp.arange(math.prod(ids.shape[:-1]), dtype=jnp.int32) + jnp.asarray(first_token, jnp.int32)
-    return jnp.where(tokens.reshape(*ids.shape[:-1], 1) < jnp.asarray(num_valid, jnp.int32), ids, -1)
+    return jnp.where(tokens.reshape(*ids.shape[:-1], 1) < _as_count(num_valid), ids, -1)
+
+
+def _as_count(num_valid: Any) -> jax.Array:
+    """As int32; what does not fit becomes the nearest that does: more than there can be, or less than none."""
+    limits = np.iinfo(np.int32)
+    if not isinstance(num_valid, jax.Array):
+        return jnp.asarray(min(max(int(num_valid), limits.min), limits.max), jnp.int32)
+    if num_valid.dtype in (jnp.uint32, jnp.int64, jnp.uint64):
+        low = 0 if num_valid.dtype.kind == "u" else limits.min
+        num_valid = jnp.clip(num_valid, *(jnp.asarray(v, num_valid.dtype) for v in (low, limits.max)))
+    return num_valid.astype(jnp.int32)
 
 
 def named_y(y: jax.Array) -> jax.Array:

@@ -92,7 +92,7 @@ class MoEConfig:
                 raise ValueError(f"{name} must be a multiple of 8, got {getattr(self, name)}")
         if self.block_m % 8 or not 8 <= self.block_m <= 256:
             raise ValueError(f"block_m must be a multiple of 8 in 8..256, got {self.block_m}")
-        if self.activation not in ACTIVATION_CODES:
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATION_CODES:
             names = ", ".join(ACTIVATION_CODES)
             raise ValueError(f"activation must be one of {names}, got {self.activation!r}")
         self._store("dtype", _as_dtype(self.dtype))
@@ -159,8 +159,8 @@ class MoEConfig:
 
 def _as_dtype(dtype: Any) -> np.dtype[Any]:
     try:
-        if dtype is None:  # NumPy would read None as float64
-            raise TypeError
+        if dtype is None or (hasattr(dtype, "shape") and not isinstance(dtype, (type, np.dtype))):
+            raise TypeError  # NumPy would read None as float64, and take an array for its dtype
         result = np.dtype(dtype)
     except TypeError:
         raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}") from None

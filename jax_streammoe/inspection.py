@@ -72,6 +72,8 @@ def inspect(ring: Ring | RingRef) -> RingState:
     Host side, outside of jit, without touching the ring's arrays; a call that is running may move while it is read.
     Raises RuntimeError when the ring is closed or this value of it was donated.
     """
+    if not isinstance(ring, (Ring, RingRef)):
+        raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
     if not ffi.compiled.ring_exists(ring.name):
         raise RuntimeError(f"ring {ring.name!r} is closed: call make_ring again")
     shape, failure = ring.spec.shape, ffi.compiled.ring_failure(ring.name)

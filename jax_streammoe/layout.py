@@ -133,8 +133,12 @@ def ring_shape(
     platform: str = "cpu",
 ) -> RingShape:  # fmt: skip
     """Returns the RingShape of `config`; `pool_tokens=None` is the dropless worst case R*S*C."""
-    on_gpu = platform == "cuda"
-    if pool_tokens is None:  # sizes are validated by RingShape, also when their product is not an int
+    if platform not in ("cpu", "cuda"):
+        raise ValueError(f'platform must be "cpu" or "cuda", got {platform!r}')
+    on_gpu, num_experts = platform == "cuda", config.local_experts(at_least("num_ranks", num_ranks, 1))
+    for name, size in (("num_slots", num_slots), ("chunk_tokens", chunk_tokens)):
+        at_least(name, size, 1)
+    if pool_tokens is None:
         pool_tokens = default_pool_tokens(num_ranks=num_ranks, num_slots=num_slots, chunk_tokens=chunk_tokens)
     return RingShape(
         num_ranks=num_ranks,
@@ -144,7 +148,7 @@ def ring_shape(
         top_k=config.top_k,
         itemsize=config.itemsize,
         pool_tokens=pool_tokens,
-        num_experts=config.local_experts(num_ranks) if on_gpu else 0,
+        num_experts=num_experts if on_gpu else 0,
         intermediate=config.intermediate if on_gpu else 0,
     )
 

@@ -232,8 +232,8 @@ def _partitioned(
             if any(part is not None for part in _spec_of(arg)):
                 raise ValueError(
                     f"moe: expert tensor of shape {arg.shape} is sharded as {_spec_of(arg)} under plain jit, where it "
-                    "would be gathered; use expert_parallel, or replicate it first with "
-                    "jax.lax.with_sharding_constraint"
+                    "would be gathered; use expert_parallel (accumulate_gradients: jax.shard_map and axis_name=), or "
+                    "replicate it first with jax.lax.with_sharding_constraint"
                 )
         return parts
 

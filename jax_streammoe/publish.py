@@ -25,7 +25,7 @@ from .ops import Experts, LayerSpec, StreamSpec
 from .ring import Ring, RingRef, RingSpec
 from .varying import vary_together
 
-POLICIES = ("serial", "overlap", "persistent")
+POLICIES = ("serial", "overlap")
 TOKENS, WEIGHTS = "publish_layout: x_c", "publish_route: topk_weights"
 
 
@@ -272,17 +272,30 @@ def check_call(what: str, ring: Any, config: MoEConfig, policy: str) -> RingSpec
             f"{what}: ring {spec.name!r} was made for mesh axes {dict(spec.mesh_axes)}, the call runs in a shard_map "
             f"over {tuple(manual)}"
         )
+    check_traced(what, ring)
     return spec
+
+
+def check_traced(what: str, ring: Ring | RingRef) -> None:
+    """Raises ValueError unless the call is traced, with a functional ring as an argument of what is traced."""
+    outside = not isinstance(jnp.zeros(()), jax.core.Tracer)
+    if outside or (isinstance(ring, Ring) and not isinstance(ring.mem, jax.core.Tracer)):
+        how = "it is called outside of it" if outside else "the function takes it from its surroundings"
+        raise ValueError(
+            f"{what} on a ring runs inside of jax.jit, with the ring {ring.spec.name!r} as an argument of the jitted "
+            f"function (donated, unless it is mutable); {how}, and XLA would work on a copy of the ring's memory"
+        )
 
 
 def check_words(policy: str, schedule: str = "packed", chunks: Any = None) -> None:
     """Raises ValueError or TypeError for a word that no stream knows, whether or not a ring is there."""
-    checks.check_choice("policy", policy, POLICIES)
     if policy == "persistent":
         raise ValueError('policy "persistent" is not in this version: use "overlap" or "serial"')
+    checks.check_choice("policy", policy, POLICIES)
     checks.check_choice("schedule", schedule, waves.SCHEDULES)
     if isinstance(chunks, str):
-        checks.check_choice("chunks", chunks, ("auto",))
+        if chunks != "auto":
+            raise ValueError(f'chunks must be None, an int or "auto", got {chunks!r}')
     elif chunks is not None:
         at_least("chunks", chunks, 1)
 

@@ -230,6 +230,10 @@ def make_ring(
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or None, got {type(mesh).__name__}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float, np.number)):
+        raise TypeError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise ValueError("make_ring is called outside of jit: it allocates the memory that programs then share")
     devices, num_groups, num_ranks = _devices(mesh, axis_names)
@@ -283,6 +287,8 @@ def close_ring(ring: Ring | RingRef | str) -> bool:
 
     Its arrays live on until Python drops them; a program that uses them raises. Call it on every process.
     """
+    if not isinstance(ring, (Ring, RingRef, str)):
+        raise TypeError(f"ring must come from make_ring or be its name, got {type(ring).__name__}")
     return bool(ffi.compiled.ring_close(ring if isinstance(ring, str) else ring.name))
 
 

@@ -91,6 +91,7 @@ class ExpertParallel:
         """
         self._check("ep.stream", ring)
         publish.check_words(policy, schedule, chunks)
+        stream.check_route(route, route_args, token_args)
         options = dict(policy=policy, schedule=schedule, chunks=chunks, checks=checks, return_stats=True)
         per_rank = functools.partial(self._stream_rank, route, options)
         return self._run(
@@ -239,6 +240,7 @@ class ExpertParallel:
                 f"{what}: ring {ring.name!r} was made for axis_name {ring.spec.axis_names} of mesh "
                 f"{dict(ring.spec.mesh_axes)}, got {self.axis_names} of {dict(self.mesh.shape)}"
             )
+        publish.check_traced(what, ring)
 
 
 def expert_parallel(

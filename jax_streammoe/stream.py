@@ -62,6 +62,7 @@ def stream_moe(
     Gradients: x, router parameters, aux, weights, biases; the same whatever the chunks. Raises ValueError or TypeError
     naming the argument; NotImplementedError under vmap.
     """
+    check_route(route, route_args, token_args)
     _check_arguments(x, token_args, config)
     check_words(policy, schedule, chunks)
     if ring is None:
@@ -197,6 +198,15 @@ def _routed_operands(
     return routed, api.Prepared(x if routed.x is None else routed.x, ids, weights, experts)
 
 
+def check_route(route: Any, route_args: Any, token_args: Any) -> None:
+    """Raises TypeError unless `route` can be called with arguments that come as tuples."""
+    if not callable(route):
+        raise TypeError(f"route must be a function of the tokens of a chunk, got {type(route).__name__}")
+    for name, value in (("route_args", route_args), ("token_args", token_args)):
+        if not isinstance(value, (tuple, list)):
+            raise TypeError(f"{name} must be a tuple, got {checks.describe(value)}")
+
+
 def _check_arguments(x: Any, token_args: Any, config: MoEConfig) -> None:
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
@@ -217,7 +227,7 @@ def _route(route: Callable, x: jax.Array, token_args: tuple, route_args: tuple, 
     if isinstance(routed, tuple) and not isinstance(routed, Routed) and len(routed) == 2:
         routed = Routed(*routed)
     if not isinstance(routed, Routed):
-        raise TypeError(f"route must return Routed or (ids, weights), got {type(routed).__name__}")
+        raise TypeError(f"route must return Routed or a tuple (ids, weights), got {type(routed).__name__}")
     rows = x.shape[:1]
     checks.check_routes(routed.ids, routed.weights, config, rows)
     if routed.x is not None and checks.check_tokens(routed.x, config, "Routed.x") != rows:

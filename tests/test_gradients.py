@@ -301,11 +301,11 @@ def test_forward_mode_over_a_stream_is_refused(rng, how):
     problem = oracle.make_problem(rng, **F32)
     with ring_for(problem.config) as ring:
 
-        def f(x):
+        def f(ring, x):
             return layer(how, problem.config, ring, problem.topk_ids, operands_of(problem) | {"x": x})[0]
 
         with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
-            jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(problem.x)
+            jax.jit(lambda x, ring: jax.jvp(functools.partial(f, ring), (x,), (x,)))(problem.x, ring)
 
 
 @pytest.mark.core

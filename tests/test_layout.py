@@ -115,3 +115,14 @@ def test_refusals(changes, error, text):
     sizes = {"chunk_tokens": 16, "num_slots": 4, "num_ranks": 2} | changes
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         ring_bytes(MoEConfig(8, 2, 64, 32), **sizes)
+
+
+def test_ring_bytes_knows_two_platforms_and_whole_experts():
+    config = MoEConfig(6, 2, 16, 8, dtype=jnp.bfloat16)
+    sizes = dict(chunk_tokens=4, num_slots=2)
+    with pytest.raises(ValueError, match=r'^platform must be "cpu" or "cuda", got \'gpu\'$'):
+        ring_bytes(config, num_ranks=1, platform="gpu", **sizes)
+    with pytest.raises(ValueError, match="num_experts"):
+        ring_bytes(config, num_ranks=4, **sizes)
+    with pytest.raises(TypeError, match="num_slots"):
+        ring_bytes(config, num_ranks=1, chunk_tokens=4, num_slots=None)

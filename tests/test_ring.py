@@ -118,6 +118,23 @@ class OtherDevice:
         return "tpu:0"
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(mesh=4), r"mesh must be a jax\.sharding\.Mesh or None, got int"),
+        (dict(timeout_s="10"), "timeout_s must be a number of seconds, got '10'"),
+        (dict(timeout_s=None), "timeout_s must be a number of seconds, got None"),
+        (dict(num_slots=None), "num_slots"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(name, options, text):
+    with pytest.raises(TypeError, match=f"^{text}"):
+        sm.make_ring(CONFIG, name=name, **SMALL | options)
+    for call in (sm.close_ring, sm.inspect):
+        with pytest.raises(TypeError, match=r"^ring must come from make_ring.*, got NoneType$"):
+            call(None)
+
+
 def test_a_ring_of_other_devices_is_refused(name, monkeypatch):
     text = "^rings run on CPU and CUDA devices, got tpu:0$"
     grid = np.array([jax.devices()[0], OtherDevice()])

@@ -117,7 +117,6 @@ def grad_of_a_program_that_does_not_donate(p, ring):
 KEEPING = [
     not_donated,
     only_inner_jit_donates,
-    eager,
     tree_map_copy,
     grad_of_a_program_that_does_not_donate,
 ]
@@ -131,6 +130,29 @@ def test_a_ring_that_was_not_donated_stays_usable(p, name, misuse):
         with raises_moved(name):
             jax.block_until_ready(misuse(p, ring))
         ring = assert_usable(p, ring, calls)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("misuse", [eager, closure, closure_of_a_donating_program], ids=lambda f: f.__name__)
+def test_a_ring_that_is_no_argument_of_what_is_jitted_is_refused(p, name, misuse):
+    """Before anything is compiled: JAX would make a constant of it."""
+    ring = sm.make_ring(p.config, name=name, **SMALL)
+    how = "called outside of it" if misuse is eager else "takes it from its surroundings"
+    for calls in (0, 1):
+        with pytest.raises(
+            ValueError, match=rf"^stream_moe on a ring runs inside of jax\.jit, .*{re.escape(name)}.*{how}"
+        ):
+            jax.block_until_ready(misuse(p, ring))
+        ring = assert_usable(p, ring, calls)
+
+
+def test_a_mutable_ring_outside_of_jit_is_refused(p, name):
+    ring = sm.make_ring(p.config, name=name, mutable=True, **SMALL)
+    with pytest.raises(
+        ValueError, match=r"^stream_moe on a ring runs inside of jax\.jit, .*it is called outside of it"
+    ):
+        layer(p, p.x, ring)
+    ring.check()
 
 
 def test_a_ring_restored_from_the_host_is_refused(p, name):
@@ -174,8 +196,6 @@ def dlpack_view_is_held(p, ring):
 
 
 LOSING = [
-    closure,  # JAX turns what a closure captured into a constant, and keeps a NumPy view of it
-    closure_of_a_donating_program,
     not_returned,
     two_calls,
     an_old_value_is_used_again,

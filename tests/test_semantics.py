@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,6 +257,21 @@ def test_capacity_keeps_the_lowest_tokens(rng, how, capacity):
 def test_capacity_counts_valid_tokens_only(rng, how):
     problem = oracle.make_problem(rng, **F32 | {"K": 1}, capacity=4, ids=np.zeros((22, 1)))
     assert int(check(how, problem, num_valid=6).stats.dropped_routes) == 2
+
+
+def test_counts_and_ids_that_do_not_fit_int32_do_not_wrap(rng):
+    problem = oracle.make_problem(rng, T=22, H=16, I=8, E=4, K=2)
+    layer = functools.partial(sm.moe, config=problem.config, return_stats=True)
+    whole, none = layer(*problem.args)[0], layer(*problem.args, num_valid=0)[0]
+    for num_valid, want in (
+        (2**40, whole), (np.int64(2**32 + 5), whole), (np.uint32(2**31 + 5), whole), (jnp.uint32(2**31 + 5), whole),
+        (23, whole), (-1, none), (-(2**40), none), (jnp.int8(22), whole),
+    ):  # fmt: skip
+        y, _ = layer(*problem.args, num_valid=num_valid)
+        np.testing.assert_array_equal(y, want, err_msg=str(num_valid))
+    wide = problem.topk_ids.astype(np.int64) + 2**32  # NumPy's, which JAX would narrow without x64
+    y, stats = layer(problem.x, wide, *problem.args[2:])
+    assert int(stats.invalid_routes) == wide.size and not np.asarray(y).any()
 
 
 @pytest.mark.core

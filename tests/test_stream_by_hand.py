@@ -213,7 +213,7 @@ REFUSED = {
     "persistent": (lambda p, r: refuse(p, r, policy="persistent"), '^policy "persistent" is not in this version'),
     "policy": (
         lambda p, r: refuse(p, r, policy="eager"),
-        "^policy must be one of serial, overlap, persistent, got 'eager'$",
+        "^policy must be one of serial, overlap, got 'eager'$",
     ),
     "schedule": (lambda p, r: refuse(p, r, schedule="lazy"), "^schedule must be one of packed, chunk, got 'lazy'$"),
     "traced, recorded": (
@@ -228,8 +228,12 @@ REFUSED = {
         lambda p, r: sm.close_stream(refuse(p, r), x=p.x),
         "^close_stream: x, topk_ids and topk_weights must be given together$",
     ),
+    "chunks word": (
+        lambda p, r: sm.stream_moe(p.x, print, p.w_gate_up, p.w_down, config=p.config, ring=r, chunks="all"),
+        "^chunks must be None, an int or \"auto\", got 'all'$",
+    ),
     "leading dims": (
-        lambda p, r: sm.stream_moe(p.x[None], None, p.w_gate_up, p.w_down, config=p.config, ring=r),
+        lambda p, r: sm.stream_moe(p.x[None], print, p.w_gate_up, p.w_down, config=p.config, ring=r),
         r"^x must have shape \(T, 16\), got \(1, 32, 16\)$",
     ),
 }
@@ -247,9 +251,16 @@ def test_refused_at_trace_time(rng, new_ring, call, text):
 
 def test_wrong_kinds_are_type_errors(rng, new_ring):
     p = oracle.as_jax(oracle.make_problem(rng, T=32, **SIZES))
+    for route, options, text in (
+        (sm.Routed(None, None), {}, r"^route must be a function of the tokens of a chunk, got Routed$"),
+        (print, {"route_args": p.x}, r"^route_args must be a tuple, got float32 \(32, 16\)$"),
+        (print, {"token_args": p.topk_ids}, r"^token_args must be a tuple, got int32 \(32, 2\)$"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            sm.stream_moe(p.x, route, p.w_gate_up, p.w_down, config=p.config, **options)
     with pytest.raises(TypeError, match=r"^ring must come from make_ring, got str$"):
         refuse(p, "ring")
-    with pytest.raises(TypeError, match=r"^route must return Routed or \(ids, weights\), got ArrayImpl$"):
+    with pytest.raises(TypeError, match=r"^route must return Routed or a tuple \(ids, weights\), got ArrayImpl$"):
         sm.stream_moe(p.x, lambda x: p.topk_ids, p.w_gate_up, p.w_down, config=p.config)
     weights = p.topk_weights[:4]
     with pytest.raises(TypeError, match=r"^topk_ids must be int32 of shape \(4, 2\), got float32 \(4, 2\)$"):

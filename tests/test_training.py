@@ -120,3 +120,20 @@ def test_two_processes_and_one_that_goes_on(tmp_path):
     losses, want = losses_of(first) | losses_of(second), uninterrupted()
     assert len(losses_of(first)) == 4 and not losses_of(other) and list(losses) == list(want)
     np.testing.assert_allclose(*([float(v) for v in run.values()] for run in (losses, want)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--log-every", "0"], "--log-every: must be at least 1, got 0"),
+        (["--steps", "1"], "--steps: must be at least 2, got 1"),
+        (["--process-id", "1"], "--process-id must be below --processes, got 1 of 1"),
+        (["--resume"], "--resume needs --checkpoint with the folder of a run"),
+        (["--resume", "--checkpoint", "missing"], "--resume needs --checkpoint with the folder of a run"),
+        (["--checkpoint", __file__], "--checkpoint must be a folder"),
+    ],
+)
+def test_arguments_that_make_no_run_are_refused_before_it_begins(capsys, arguments, text):
+    with pytest.raises(SystemExit) as leaving:
+        example.parse_arguments(arguments)
+    assert leaving.value.code == 2 and text in capsys.readouterr().err
