@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from . import api, checks, exchange, local, vjp
 from .config import MoEConfig
 from .ops import LayerSpec
-from .varying import vary_together
+from .varying import part_axes, vary_together
 
 
 def accumulate_gradients(
@@ -49,16 +49,15 @@ def accumulate_gradients(
     Raises TypeError or ValueError naming the argument.
     """
     api.check_context("accumulate_gradients")
-    axis_names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not isinstance(config, MoEConfig):
-        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
+    axis_names = part_axes(axis_name)
+    checks.check_config(config)
     num_local = config.local_experts(exchange.num_ranks(axis_names))
     checks.check_moe_args(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, num_local)
     checks.check_cotangent(dy, x, config)
     tensors = {"w_gate_up": w_gate_up, "w_down": w_down, "b_gate_up": b_gate_up, "b_down": b_down}
     checks.check_accumulators(accumulators, tensors)
 
-    args = api.prepare(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, num_valid)
+    args = api.prepare(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, num_valid)
     args, dy = vjp.first_order_only(vary_together((args, dy)))
     spec, token = LayerSpec(config, num_local), vjp.new_token(args.x)
     if axis_names:

@@ -85,7 +85,7 @@ def _moe(
     check_context("moe")
     experts = config.num_experts if isinstance(config, MoEConfig) else 0
     checks.check_moe_args(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, experts)
-    args = prepare(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, config, num_valid)
+    args = prepare(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, num_valid)
     args = vary_together(args)
     spec = LayerSpec(config, config.num_experts, checks=check_ids)
     y, expert_rows, counts = local.forward(spec, *lax.stop_gradient(args))
@@ -103,22 +103,22 @@ def check_context(what: str) -> None:
 
 def prepare(
     x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any,
-    config: MoEConfig, num_valid: Any,
+    num_valid: Any,
 ) -> Prepared:  # fmt: skip
     """Returns the operands of checked arguments: ids narrowed and masked, weights widened; leading dims as they are."""
-    ids, weights = prepare_routes(topk_ids, topk_weights, config, num_valid)
+    ids, weights = prepare_routes(topk_ids, topk_weights, num_valid)
     return Prepared(x, ids, weights, ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down))
 
 
 def prepare_routes(
-    topk_ids: jax.Array, topk_weights: jax.Array, config: MoEConfig, num_valid: Any, first_token: Any = 0
+    topk_ids: jax.Array, topk_weights: jax.Array, num_valid: Any, first_token: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Returns checked ids [..., K] narrowed and masked, and weights [..., K] widened, both named for remat policies."""
-    ids = mask_ids(narrow_ids(topk_ids, config), num_valid, first_token)
+    ids = mask_ids(narrow_ids(topk_ids), num_valid, first_token)
     return checkpoint_name(ids, IDS_NAME), checkpoint_name(topk_weights.astype(jnp.float32), WEIGHTS_NAME)
 
 
-def narrow_ids(ids: jax.Array, config: MoEConfig) -> jax.Array:
+def narrow_ids(ids: jax.Array) -> jax.Array:
     """Ids as int32; an int64 value that does not fit stays outside 0..E-1."""
     if not checks.is_int64(ids):
         return ids

@@ -69,6 +69,12 @@ def is_int64(topk_ids: Any) -> bool:
     return np.dtype(topk_ids.dtype) == _INT64
 
 
+def check_config(config: Any) -> None:
+    """Raises TypeError for a `config` that is no MoEConfig."""
+    if not isinstance(config, MoEConfig):
+        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
+
+
 def check_tokens(x: Any, config: MoEConfig, name: str = "x") -> tuple[int, ...]:
     """Checks `x [..., H]` in the config's dtype; returns its leading dims."""
     wanted = f"{config.dtype.name} of shape (..., {config.hidden})"
@@ -128,8 +134,7 @@ def check_moe_args(
 
     Raises: TypeError for a dtype or kind, ValueError for a shape or a missing bias.
     """
-    if not isinstance(config, MoEConfig):
-        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
+    check_config(config)
     leading = check_tokens(x, config)
     check_routes(topk_ids, topk_weights, config, leading)
     check_weights(w_gate_up, w_down, b_gate_up, b_down, config, num_local_experts)

@@ -105,7 +105,7 @@ def publish_route(stream: Stream, chunk: Any, topk_ids: jax.Array, topk_weights:
     rows = _check_chunk(stream, chunk, "publish_route", stream.routes, stream.layouts)
     checks.check_routes(topk_ids, topk_weights, config, (rows,))
     start = _first_token(stream, chunk)
-    ids, weights = api.prepare_routes(topk_ids, topk_weights, config, stream.num_valid, start)
+    ids, weights = api.prepare_routes(topk_ids, topk_weights, stream.num_valid, start)
     ids, weights = vary_together((ids, weights), stream.mem)
     operand = lax.stop_gradient(weights)
     mem = no_vmap(stream.mem, ops.as_chunk(chunk), ids, operand)
@@ -193,7 +193,7 @@ def close_stream(
         if checks.check_tokens(x, config) != tokens:
             raise ValueError(f"x must have shape {(*tokens, config.hidden)}, got {x.shape}")  # type: ignore[union-attr]
         checks.check_routes(topk_ids, topk_weights, config, tokens)
-        ids = api.mask_ids(api.narrow_ids(topk_ids, config), stream.num_valid)  # type: ignore[arg-type]
+        ids = api.mask_ids(api.narrow_ids(topk_ids), stream.num_valid)  # type: ignore[arg-type]
         residuals = (x, ids, topk_weights.astype(jnp.float32))  # type: ignore[union-attr]
     elif stream.record:
         order = range(stream.num_chunks)

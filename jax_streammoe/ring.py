@@ -225,8 +225,7 @@ def make_ring(
     RuntimeError when processes disagree, run on several hosts or one is missing, or when GPUs cannot share their
     memory; all may then call it again.
     """
-    if not isinstance(config, MoEConfig):
-        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
+    checks.check_config(config)
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)

@@ -106,7 +106,7 @@ class ExpertParallel:
         config = self.config
         rows, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, *token_args))
         w_gate_up, w_down, b_gate_up, b_down = experts
-        prepared = api.prepare(rows, ids, weights, w_gate_up, w_down, b_gate_up, b_down, config, num_valid)
+        prepared = api.prepare(rows, ids, weights, w_gate_up, w_down, b_gate_up, b_down, num_valid)
         if ring is None:
             layer = LayerSpec(config, config.local_experts(self.num_ranks), checks=check_ids)
             return *stream.forward_over_ranks(layer, self.axis_names, prepared), None, ring
@@ -260,8 +260,7 @@ def expert_parallel(
     Raises ValueError for an axis that is not in the mesh, E not divisible by R, or an unknown transport.
     """
     checks.check_choice("transport", transport, TRANSPORTS)
-    if not isinstance(config, MoEConfig):
-        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
+    checks.check_config(config)
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if mesh is None:
         mesh = jax.sharding.get_mesh()

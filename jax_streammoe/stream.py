@@ -35,7 +35,7 @@ from .publish import (
 )
 from .ring import Ring, RingRef, RingSpec, with_ring
 from .routing import Routed
-from .varying import vary_together
+from .varying import part_axes, vary_together
 
 
 def stream_moe(
@@ -179,7 +179,7 @@ def _batch_ready(
     route_args: tuple, token_args: tuple, num_valid: Any, check_ids: bool, return_stats: bool, axis_name: Any,
 ) -> tuple:  # fmt: skip
     api.check_context("stream_moe")
-    axis_names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axis_names = part_axes(axis_name)
     num_local = config.local_experts(exchange.num_ranks(axis_names))
     checks.check_weights(w_gate_up, w_down, b_gate_up, b_down, config, num_local)
     experts = ops.pack_experts(w_gate_up, w_down, b_gate_up, b_down)
@@ -194,7 +194,7 @@ def _routed_operands(
 ) -> tuple[Routed, api.Prepared]:  # fmt: skip
     """Routes all tokens at once; -> what the route function returned, and the operands of the handlers."""
     routed = _route(route, x, token_args, route_args, config)
-    ids, weights = api.prepare_routes(routed.ids, routed.weights, config, num_valid)
+    ids, weights = api.prepare_routes(routed.ids, routed.weights, num_valid)
     return routed, api.Prepared(x if routed.x is None else routed.x, ids, weights, experts)
 
 
@@ -208,8 +208,7 @@ def check_route(route: Any, route_args: Any, token_args: Any) -> None:
 
 
 def _check_arguments(x: Any, token_args: Any, config: MoEConfig) -> None:
-    if not isinstance(config, MoEConfig):
-        raise TypeError(f"config must be an MoEConfig, got {type(config).__name__}")
+    checks.check_config(config)
     checks.check_tokens(x, config)
     if x.ndim != 2:
         raise ValueError(f"x must have shape (T, {config.hidden}), got {x.shape}")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def part_axes(part: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a PartitionSpec: None, a name, or a tuple of names."""
+    """Returns the mesh axes of one entry of a PartitionSpec or of an `axis_name`: None, a name, or names."""
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 

@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from stream import Case, check, power_and_clock
+from stream import ROUNDS, WARM_UP, Case, check, power_and_clock, take_turns
 
 import jax_streammoe as sm
 from jax_streammoe.bench.measure import record
 
 NUM_TOKENS = 8192
-WARM_UP, ROUNDS, LAUNCHES = 1, 7, 4
 LATE_MS, LATE_TOKENS, LATE_CALLS = 0.3, 8192, 8
 LATE_CONFIG = sm.MoEConfig(4, 1, 2048, 2048, dtype=jnp.bfloat16)  # 8192 tokens: 2e11 flop, about 0.3 ms
 
@@ -172,17 +171,6 @@ def measure(case: RankCase, chunks: list[Any], policy: str) -> dict[str, float]:
     sm.close_ring(f"{case.name}/batch")
     sm.close_ring(f"{case.name}/{case.num_tokens}")
     return {name: statistics.median(s) for name, s in samples.items()}
-
-
-def take_turns(versions: dict[str, Any], samples: dict[str, list[float]]) -> None:
-    for turn in range(WARM_UP + ROUNDS):
-        for which, version in versions.items():
-            begin = time.perf_counter()
-            for launch in range(LAUNCHES):
-                out = version(launch)
-            jax.block_until_ready(out)
-            if turn >= WARM_UP:
-                samples.setdefault(which, []).append((time.perf_counter() - begin) / LAUNCHES)
 
 
 def main() -> None:

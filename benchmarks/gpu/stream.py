@@ -138,22 +138,27 @@ def measure(case: Case, chunks: list[Any], policy: str) -> dict[str, float]:
     samples: dict[str, list[float]] = {}
     for name, run in runs.items():
         # T_b in turn with every version, so that each ratio is of neighbours in time.
-        pair = [(name, run)] if name in ("P", "T_b") else [(name, run), (f"T_b {name}", runs["T_b"])]
+        pair = {name: run} if name in ("P", "T_b") else {name: run, f"T_b {name}": runs["T_b"]}
         if name.startswith("n"):
             n = name[1:] if name == "nauto" else int(name[1:])
             case.rings = {n: case.ring(n)}
             for _ in range(2):
                 check(case, name, run(0), want)
-        for turn in range(WARM_UP + ROUNDS):
-            for which, version in pair:
-                begin = time.perf_counter()
-                for launch in range(LAUNCHES):
-                    out = version(launch)
-                jax.block_until_ready(out)
-                if turn >= WARM_UP:
-                    samples.setdefault(which, []).append((time.perf_counter() - begin) / LAUNCHES)
+        take_turns(pair, samples)
         case.rings = {}
     return {name: statistics.median(s) for name, s in samples.items()}
+
+
+def take_turns(versions: dict[str, Any], samples: dict[str, list[float]]) -> None:
+    """Appends seconds per launch to `samples`, by version; versions alternate."""
+    for turn in range(WARM_UP + ROUNDS):
+        for which, version in versions.items():
+            begin = time.perf_counter()
+            for launch in range(LAUNCHES):
+                out = version(launch)
+            jax.block_until_ready(out)
+            if turn >= WARM_UP:
+                samples.setdefault(which, []).append((time.perf_counter() - begin) / LAUNCHES)
 
 
 @jax.jit

@@ -1,11 +1,10 @@
 // The backward of a layer over the ranks of a ring, on XLA's stream alone. See stream.h for the contract.
 //
 // The ring is found by its name and not by an operand, so it may be in use: by a stream that XLA has not closed yet,
-// which is an error that every rank gets alike, since they run one program. All tokens of a rank are
-// one chunk, in one macro-chunk: then rows lie in the order of (rank, token), and sums over rows have the bits of one
-// GPU. Gradients of y are published and fetched beside x; rows of d_x and gradients of weights go to their owners from
-// the kernels that make them, which is told before the weight gradients are computed, and are combined when all ranks
-// have told.
+// which is an error that every rank gets alike, since they run one program. All tokens of a rank are one chunk, in one
+// macro-chunk: then rows lie in the order of (rank, token), and sums over rows have the bits of one GPU. Gradients of y
+// are published and fetched beside x; rows of d_x and gradients of weights go to their owners from the kernels that
+// make them, which is told before the weight gradients are computed, and are combined when all ranks have told.
 #include "cuda/status.h"
 #include "cuda/stream.h"
 #include "kernels/launch.h"

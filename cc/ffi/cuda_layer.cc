@@ -7,9 +7,8 @@
 // Contract: a call only enqueues kernels and memsets on XLA's stream; nothing is allocated, synchronised or read back.
 // A workspace is a result that XLA allocates and nobody reads, so that a captured call keeps it: the handlers carry the
 // command-buffer trait. Kernels are loaded when the executable is initialised, never while a peer might wait. rows and
-// combine give the bits of forward. Trade-off: rows
-// that are not computed here are cleared in full before the product writes the others, which costs their bytes once
-// more and no pass over the plan.
+// combine give the bits of forward. Trade-off: rows that are not computed here are cleared in full before the product
+// writes the others, which costs their bytes once more and no pass over the plan.
 #include "ffi/cuda_layer.h"
 
 #include <cuda_runtime_api.h>
