@@ -2,8 +2,8 @@
 
 Contract: an explicit backward, outside of autodiff; the caller brings the cotangent of y and keeps the sums. It runs
 the backward of `moe` and nothing else: no forward, no ring. Trade-off: on the CPU the whole pass is that of the float32
-layer over widened operands, which costs a float32 copy of the experts; the CUDA kernels round each call's gradients to
-the layer's dtype, and only the sum over calls is float32.
+layer over widened operands, which costs a float32 copy of the experts; the CUDA kernels write their float32 sums, which
+are added to the caller's by XLA, one more pass over them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def accumulate_gradients(
 
     Returns (dx [..., H] in x's dtype, d_topk_weights [..., K] in the weights' dtype, accumulators as a new dict).
 
-    Precision: in float32 layers, a call adds what autodiff gives, bit by bit. In bfloat16 and float16 layers, on the
-    CPU, nothing of a call is rounded to the dtype but dx, so that all results are nearer to the exact gradient than
-    autodiff's and have other bits; on CUDA the kernels round each call's gradients to the dtype before they are added
-    here in float32, and dx and d_topk_weights have the bits of autodiff.
+    Precision: in float32 layers, a call adds what autodiff gives, bit by bit. In bfloat16 and float16 layers the sums
+    over rows are added as they are, in float32, where autodiff rounds them to the dtype first. On CUDA that is all of
+    the difference: dx and d_topk_weights have the bits of autodiff. On the CPU nothing of a call is rounded to the
+    dtype but dx, so that all results are nearer to the exact gradient than autodiff's and have other bits.
     Gradients: none; differentiating it raises NotImplementedError.
     Determinism: same bits every time. Within shard_map, sums over axes that hold copies of the experts are left to the
     caller; under plain jit with sharded tokens they are made, in float32.
-    Memory: the gradients of one call beside the sums, in float32 on the CPU, with a float32 copy of the experts.
+    Memory: the gradients of one call beside the sums, in float32; on the CPU also a float32 copy of the experts.
     Raises TypeError or ValueError naming the argument.
     """
     api.check_context("accumulate_gradients")

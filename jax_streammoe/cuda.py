@@ -125,16 +125,16 @@ def combine(
 
 def rows_backward(
     spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
-    experts: Experts,
+    experts: Experts, wide: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
-    """Gradients of weighted rows: -> token, dx_rows [N, K, H], d_weights [N, K] f32, of the experts.
+    """Gradients of weighted rows: -> token, dx_rows [N, K, H], d_weights [N, K] f32, of the experts (`wide`: f32).
 
     In plain JAX the whole d_x of a token lies in the row of the first of its routes that are taken here, the others are
     0: every expert works on all N tokens as it is, and would on N * K with a row for each route.
     """
     if has_kernels(spec):
         dx_shape = (*local_ids.shape, x.shape[-1])
-        return token, *_gradients("rows_backward", spec, dx_shape, x, dy, local_ids, weights, experts)
+        return token, *_gradients("rows_backward", spec, dx_shape, x, dy, local_ids, weights, experts, wide)
     # As float32, so that the sum over experts is one.
     expert_rows, pullback, taken = jax.vjp(
         lambda x, experts: _plain_rows(spec, x, local_ids, experts), x.astype(jnp.float32), experts, has_aux=True
@@ -144,7 +144,12 @@ def rows_backward(
     d_weights = jnp.where(taken, jnp.sum(dy * expert_rows.astype(jnp.float32), axis=-1), 0.0)
     first = taken & (jnp.cumsum(taken, axis=1, dtype=jnp.int32) == 1)
     dx_rows = jnp.where(first[..., None], dx[:, None, :].astype(x.dtype), jnp.zeros((), x.dtype))
-    return token, dx_rows, d_weights, d_experts
+    return token, dx_rows, d_weights, widened(d_experts) if wide else d_experts
+
+
+def widened(arrays: Any) -> Any:
+    """The same in float32."""
+    return jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
 
 
 def _plain_rows(
@@ -167,17 +172,21 @@ def _workspace(spec: LayerSpec, x: jax.Array, like: jax.Array | None = None, *, 
 
 
 def backward(
-    spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
-) -> tuple[jax.Array, jax.Array, Experts]:
+    spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts,
+    wide: bool = False,
+) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
     """x, dy [T, H], ids [T, K] int32, weights [T, K] f32 -> dx [T, H], d_weights [T, K] f32, gradients of `experts`.
+
+    wide: these are float32, where there are kernels the sums before they are rounded.
 
     The kernels' memory beside the results: 2 R (2 H + 3 I) bytes (2 I, ungated), and 4 R (1 + I / 64), of R = T * K
     rows and up to 127 more for each expert that has rows.
     """
     if not has_kernels(spec):
         _, pullback = jax.vjp(lambda *args: _reference(spec, ids, *args), x, weights, experts)
-        return pullback(dy)
-    return _gradients("backward", spec, x.shape, x, dy, ids, weights, experts)
+        dx, d_weights, d_experts = pullback(dy)
+        return dx, d_weights, widened(d_experts) if wide else d_experts
+    return _gradients("backward", spec, x.shape, x, dy, ids, weights, experts, wide)
 
 
 def ring_backward(
@@ -194,7 +203,7 @@ def ring_backward(
         ffi.like(token, token.shape, token.dtype),
         *_gradient_results(spec, x.shape, x, weights, experts, num_ranks * x.shape[0], 4 * num_ranks * weights.size),
     )
-    attributes = spec.attributes() | {"ring": spec.ring, "num_ranks": np.int64(num_ranks)}
+    attributes = spec.attributes() | {"ring": spec.ring, "num_ranks": np.int64(num_ranks), "wide": np.int32(0)}
     operands = (token, x, dy, ids, weights, *experts)
     token, dx, d_weights, *d_experts, _ = ffi.call(
         "ring_backward", results, *operands, attributes=attributes, aliases={0: 0}
@@ -205,19 +214,22 @@ def ring_backward(
 
 def _gradients(
     name: str, spec: LayerSpec, dx_shape: tuple[int, ...], x: jax.Array, dy: jax.Array, ids: jax.Array,
-    weights: jax.Array, experts: Experts,
+    weights: jax.Array, experts: Experts, wide: bool,
 ) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
-    """Calls a backward handler, whose first result has dx_shape; the last, its workspace, is dropped."""
-    results = _gradient_results(spec, dx_shape, x, weights, experts, x.shape[0])
-    operands = (x, dy, ids, weights, *experts)
-    dx, d_weights, *d_experts, _ = ffi.call(name, results, *operands, attributes=spec.attributes())
+    """Calls a backward handler, whose first result has dx_shape; the last, its workspace, is dropped.
+
+    wide: the gradients of the experts are the kernels' float32 sums, which are otherwise rounded once.
+    """
+    results = _gradient_results(spec, dx_shape, x, weights, experts, x.shape[0], wide=wide)
+    operands, attributes = (x, dy, ids, weights, *experts), spec.attributes() | {"wide": np.int32(wide)}
+    dx, d_weights, *d_experts, _ = ffi.call(name, results, *operands, attributes=attributes)
     gate, up, down, b_gate, b_up, b_down = d_experts
     return dx, d_weights, (gate, up, down, b_gate, b_up, b_down)
 
 
 def _gradient_results(
     spec: LayerSpec, dx_shape: tuple[int, ...], x: jax.Array, weights: jax.Array, experts: Experts, num_tokens: int,
-    more_bytes: int = 0,
+    more_bytes: int = 0, wide: bool = False,
 ) -> tuple:  # fmt: skip
     """d_x, d_weights, the six gradients, and the workspace of a backward of num_tokens tokens."""
     config = spec.config
@@ -227,7 +239,7 @@ def _gradient_results(
     return (
         ffi.like(x, dx_shape, x.dtype),
         ffi.like(x, weights.shape, np.float32),
-        *(ffi.like(e, e.shape, e.dtype) for e in experts),
+        *(ffi.like(e, e.shape, np.float32 if wide else e.dtype) for e in experts),
         ffi.like(x, (max(1, num_bytes),), np.uint8),
     )
 

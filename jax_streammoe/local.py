@@ -68,7 +68,8 @@ def rows_backward(
 
     The rows of a token sum to its d_x; those of routes that are skipped are 0.
     """
-    on_cpu, on_cuda = (_wide_rows_cpu, _wide_rows_cuda) if wide else (ops.backward, cuda.rows_backward)
+    on_cpu = _wide_rows_cpu if wide else ops.backward
+    on_cuda = functools.partial(cuda.rows_backward, wide=wide)
     return _on_platform(on_cpu, on_cuda, spec, token, x, dy, local_ids, weights, experts)
 
 
@@ -166,8 +167,8 @@ def _backward_cuda(
     weights: jax.Array,
     *experts: jax.Array,
 ) -> tuple:
-    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts)  # type: ignore[arg-type]
-    return token, dx, d_weights, *(_widened(d_experts) if wide else d_experts)
+    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, wide)  # type: ignore[arg-type]
+    return token, dx, d_weights, *d_experts
 
 
 def _wide_rows_cpu(
@@ -176,22 +177,9 @@ def _wide_rows_cpu(
 ) -> tuple:  # fmt: skip
     """`rows_backward` as that of the float32 layer: the handler computes in float32 and rounds what it is told to."""
     wide = dataclasses.replace(spec, config=dataclasses.replace(spec.config, dtype=np.float32))
-    x_, dy_, experts = _widened((x, dy, experts))
+    x_, dy_, experts = cuda.widened((x, dy, experts))
     token, dx_rows, d_weights, d_experts = ops.backward(wide, token, x_, dy_, local_ids, weights, experts)
     return token, dx_rows.astype(x.dtype), d_weights, d_experts
-
-
-def _wide_rows_cuda(
-    spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, local_ids: jax.Array, weights: jax.Array,
-    experts: Experts,
-) -> tuple:  # fmt: skip
-    """`rows_backward`, rounded as ever: the kernels write what they sum in float32 in the layer's dtype."""
-    token, dx_rows, d_weights, d_experts = cuda.rows_backward(spec, token, x, dy, local_ids, weights, experts)
-    return token, dx_rows, d_weights, _widened(d_experts)
-
-
-def _widened(arrays: Any) -> Any:
-    return jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
 
 
 def _unweighted(ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -77,7 +77,9 @@ def stream_moe(
     on_gpu = spec.platform == "cuda"
     producer_s = costs.producer_seconds(route, x, *token_args, *route_args) if on_gpu else None
     stream_spec = plan_stream(spec, config, x.shape[0], policy, schedule, chunks, checks, producer_s=producer_s)
-    run = _ring_batch if _wants_batch(stream_spec, chunks) else _ring_stream
+    run = _ring_stream
+    if _wants_batch(stream_spec, chunks):  # nothing is left to run beside: one handler, on one stream
+        run, stream_spec = _ring_batch, batch_spec(spec, config, x.shape[0], checks)
     y, aux, stats, ring = run(stream_spec, x, route, experts, tuple(route_args), token_args, num_valid, ring)
     return y, ring, StreamInfo(aux, stats if return_stats else None)
 
@@ -128,8 +130,7 @@ def _ring_batch(
     num_valid: Any, ring: Ring | RingRef,
 ) -> tuple:  # fmt: skip
     routed, prepared = _routed_operands(spec.layer.config, x, route, experts, route_args, token_args, num_valid)
-    # Nothing is left to run beside: one handler, on one stream, whatever the policy.
-    y, stats, ring = forward_on_ring(dataclasses.replace(spec, overlap=False), prepared, ring)
+    y, stats, ring = forward_on_ring(spec, prepared, ring)
     return y, routed.aux, stats, ring
 
 
@@ -150,7 +151,14 @@ def forward_on_ring(spec: StreamSpec, prepared: api.Prepared, ring: Ring | RingR
 
 
 def batch_spec(spec: RingSpec, config: MoEConfig, num_tokens: int, check_ids: bool) -> StreamSpec:
-    """The plan of a batch-ready call on a ring: chunks of C tokens, one wave per macro-chunk."""
+    """The plan of a batch-ready call on a ring: one wave per macro-chunk, of chunks of C tokens.
+
+    On a GPU a macro-chunk is one chunk: tokens lie in the pool there and not in slots, so S*C bounds them and not C.
+    """
+    shape = spec.shape
+    if spec.platform == "cuda":
+        whole = dataclasses.replace(shape, num_slots=1, chunk_tokens=shape.num_slots * shape.chunk_tokens)
+        spec = dataclasses.replace(spec, shape=whole)
     return plan_stream(spec, config, num_tokens, "serial", "packed", None, check_ids, max_waves=1)
 
 

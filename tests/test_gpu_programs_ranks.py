@@ -103,7 +103,7 @@ def test_a_stream_over_ranks_that_has_nothing_to_overlap_is_one_call_on_one_stre
     ep, on = sm.expert_parallel(CONFIG, mesh=mesh), lambda *spec: NamedSharding(mesh, P(*spec))
     x, gate_up = gpu.abstract((2 * T, H), jnp.bfloat16, on("ep")), gpu.abstract((E, H, 2 * I), jnp.bfloat16, on("ep"))
     down, router = gpu.abstract((E, I, H), jnp.bfloat16, on("ep")), gpu.abstract((H, E), jnp.bfloat16, on())
-    ring = gpu.abstract_ring(CONFIG, chunk_tokens=T, num_slots=1, mesh=mesh)
+    ring = gpu.abstract_ring(CONFIG, chunk_tokens=T // 4, num_slots=4, mesh=mesh)
 
     def run(x, router, gate_up, down, ring):
         options = dict(ring=ring, route_args=(router,), policy=policy, chunks="auto")
@@ -112,6 +112,7 @@ def test_a_stream_over_ranks_that_has_nothing_to_overlap_is_one_call_on_one_stre
     program = gpu.compile_program(run, x, router, gate_up, down, ring, donate=4)
     (call,) = program.calls("ring_forward")
     assert "overlap = 0 : i32" in call.line and not program.calls("open")
+    assert f"chunk_tokens = {T} : i64" in call.line and "num_chunks = 1 : i64" in call.line  # whatever its slots hold
 
 
 def moved_by_itself(program):

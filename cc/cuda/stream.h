@@ -14,7 +14,6 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -52,11 +51,7 @@ class Stream : public RankStream {
   // The gradients of a call on a ring over ranks: as open, one publication of everything, and close. `args` are this
   // rank's operands and results, `gradients` the tensors that hold args.gradients; the workspace has backward_bytes()
   // for the tokens of all ranks, and behind them the weights of their routes.
-  struct GradientTensor {
-    void* data = nullptr;
-    int64_t num_elements = 0;
-  };
-  Status backward(const sm90::BackwardArgs& args, std::span<const GradientTensor> gradients, uint8_t* workspace,
+  Status backward(const sm90::BackwardArgs& args, const sm90::HalfTensors& gradients, uint8_t* workspace,
                   cudaStream_t stream);
   // A call that used no slot: the ring's counters move past it.
   Status advance(const CallSpec& spec, cudaStream_t stream);

@@ -4,7 +4,7 @@
 // which is an error that every rank gets alike, since they run one program. All tokens of a rank are one chunk, in one
 // macro-chunk: then rows lie in the order of (rank, token), and sums over rows have the bits of one GPU. Gradients of y
 // are published and fetched beside x; rows of d_x and gradients of weights go to their owners from the kernels that
-// make them, before the weight gradients are computed, and are combined behind the seal.
+// make them, which is told before the weight gradients are computed, and are combined when all ranks have told.
 #include "cuda/status.h"
 #include "cuda/stream.h"
 #include "kernels/launch.h"
@@ -36,7 +36,7 @@ Status Stream::expect_backward(int64_t num_tokens) const {
                " tokens (num_slots * chunk_tokens), got ", num_tokens);
 }
 
-Status Stream::backward(const sm90::BackwardArgs& own, std::span<const GradientTensor> gradients, uint8_t* workspace,
+Status Stream::backward(const sm90::BackwardArgs& own, const sm90::HalfTensors& gradients, uint8_t* workspace,
                         cudaStream_t stream) {
   const Enqueuing enqueuing(*this, stream);
   STREAMMOE_RETURN_IF_ERROR(enqueuing.status());
@@ -63,9 +63,11 @@ Status Stream::backward(const sm90::BackwardArgs& own, std::span<const GradientT
   args.dx_owners = {peers, at_.combine_rows, order};
   args.d_weights_owners = {peers, at_.weight_gradients, order};
   args.failed = &reinterpret_cast<const CallState*>(base + at_.call)->failed;
-  STREAMMOE_CUDA(sm90::launch_backward_sm90(args, workspace, stream), "launching the layer's backward");
-
-  STREAMMOE_CUDA(sm90::launch_seal(device_ring(), spec, 0, stream), "sealing a backward");
+  STREAMMOE_CUDA(sm90::launch_backward_rows_sm90(args, workspace, stream), "gradients of rows");
+  // What this rank owes to others is done; they need not wait for its experts.
+  STREAMMOE_CUDA(sm90::launch_tell_done(device_ring(), spec, 0, stream), "telling that a backward's rows are sent");
+  STREAMMOE_CUDA(sm90::launch_backward_experts_sm90(args, workspace, stream), "gradients of experts");
+  STREAMMOE_CUDA(sm90::launch_await_done(device_ring(), spec, 0, stream), "waiting for the rows of all ranks");
   sm90::CombineArgs combine;
   combine.dtype = own.dtype, combine.rows = base + at_.combine_rows, combine.y = own.dx;
   combine.num_tokens = num_tokens, combine.top_k = shape_.top_k, combine.hidden = shape_.hidden;
@@ -75,9 +77,7 @@ Status Stream::backward(const sm90::BackwardArgs& own, std::span<const GradientT
   STREAMMOE_CUDA(sm90::launch_combine_pairs(combine, routes, stream), "combining the gradients of tokens");
   STREAMMOE_CUDA(sm90::launch_take_weight_gradients(device_ring(), num_tokens * shape_.top_k, own.d_weights, stream),
                  "taking the gradients of weights");
-  for (const auto& [data, count] : gradients) {
-    STREAMMOE_CUDA(sm90::launch_spoil_if_failed(device_ring(), data, count, stream), "the gradients of a failed call");
-  }
+  STREAMMOE_CUDA(sm90::launch_spoil_if_failed(device_ring(), gradients, stream), "the gradients of a failed call");
   return cuda_status(sm90::launch_advance(device_ring(), spec, stream), "closing a backward");
 }
 

@@ -4,6 +4,7 @@
 //   rows_backward  the same with dx_rows [N, K, H] for dx: the backward of rows, between XLA's collectives
 //   ring_backward  token, x, dy, ids, weights, experts -> token, as backward: over the ranks of a ring, by its name
 //
+// Attribute wide: gradients of the expert tensors are float32, not rounded (not over a ring).
 // Contract: a call only enqueues kernels, copies and memsets on XLA's stream. The workspace is a result that XLA
 // allocates and nobody reads. Results of absent tensors are cleared: nobody else writes them. backward and
 // rows_backward carry the command-buffer trait; ring_backward does not: its ring is no operand, so only the order of
@@ -13,7 +14,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
+#include <iterator>
 
 #include "cuda/status.h"
 #include "cuda/stream.h"
@@ -39,10 +40,13 @@ struct BackwardCall {
 Status read_backward(AttrReader& attrs, bool by_route, const BackwardCall& call, sm90::BackwardArgs* args) {
   const ExpertProblem p = read_problem(attrs);
   args->capacity = kernel_capacity(attrs.i64("capacity"));
+  args->wide = attrs.i32("wide") != 0;
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, call.operands, &args->weights));
-  STREAMMOE_RETURN_IF_ERROR(read_gradients(p, call.results, &args->gradients));
+  ExpertProblem of_gradients = p;
+  if (args->wide) of_gradients.dtype = DType::kF32;
+  STREAMMOE_RETURN_IF_ERROR(read_gradients(of_gradients, call.results, &args->gradients));
   sm90::BackwardSizes& s = args->sizes;
   s.num_tokens = tokens_of(call.ids, p);
   STREAMMOE_RETURN_IF_ERROR(expect_batch(p, s.num_tokens, call.x, call.ids, call.topk_weights));
@@ -124,6 +128,7 @@ Status ring_backward(RingCall* ring, cudaStream_t stream, int32_t ordinal, const
   const int64_t num_ranks = attrs.i64("num_ranks");
   sm90::BackwardArgs args;
   STREAMMOE_RETURN_IF_ERROR(read_backward(attrs, false, call, &args));
+  if (args.wide) return error(Code::kInvalidArgument, "ring_backward has no wide gradients");
   STREAMMOE_RETURN_IF_ERROR(find_member(name, ordinal, ring));
   if (num_ranks < 2 || ring->ring->shape().num_ranks != num_ranks) {
     return error(Code::kFailedPrecondition, "ring '", name, "' has ", ring->ring->shape().num_ranks,
@@ -139,14 +144,13 @@ Status ring_backward(RingCall* ring, cudaStream_t stream, int32_t ordinal, const
   ring->in_place = true;  // from here on an error costs the ring: peers may be waiting for this rank
   STREAMMOE_RETURN_IF_ERROR(clear_absent(call.results, stream));
   STREAMMOE_RETURN_IF_ERROR(carry_on(stream, "token", token_in, token_out));
-  std::array<cuda::Stream::GradientTensor, kNumWeights> gradients;
-  size_t present = 0;
-  for (const Buffer& result : call.results) {
-    const auto count = static_cast<int64_t>(result.element_count());
-    if (count > 1) gradients[present++] = {result.untyped_data(), count};
+  sm90::HalfTensors gradients;
+  static_assert(std::size(sm90::HalfTensors{}.of) == kNumWeights);
+  for (size_t n = 0; n < kNumWeights; ++n) {
+    const auto count = static_cast<int64_t>(call.results[n].element_count());
+    if (count > 1) gradients.of[n] = {call.results[n].untyped_data(), count};
   }
-  return side.backward(args, std::span(gradients).first(present), static_cast<uint8_t*>(call.workspace.untyped_data()),
-                       stream);
+  return side.backward(args, gradients, static_cast<uint8_t*>(call.workspace.untyped_data()), stream);
 }
 
 ffi::Error ring_backward_impl(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attrs, Buffer token, Buffer x,

@@ -164,7 +164,7 @@ Status expect_layer(const Ring& ring, const CallSpec& spec) {
   const bool same_pool = !shape.on_gpu() || (shape.num_experts == spec.problem.num_experts &&
                                              shape.intermediate == spec.problem.intermediate);
   if (shape.hidden == spec.problem.hidden && shape.top_k == spec.problem.top_k && same_pool &&
-      shape.itemsize == dtype_bytes(spec.problem.dtype) && spec.chunk_tokens <= shape.chunk_tokens) {
+      shape.itemsize == dtype_bytes(spec.problem.dtype) && spec.chunk_tokens <= shape.most_chunk_tokens()) {
     return {};
   }
   const auto experts = [&](int64_t num_experts, int64_t intermediate) {

@@ -31,8 +31,8 @@ Status CallSpec::check(const RingShape& shape) const {
     return refuse("macro_tokens must be at most num_slots * chunk_tokens = ", ring_tokens, " and at least 1, got ",
                   macro_tokens, " for ", num_tokens, " tokens");
   }
-  if (chunk_tokens < 1 || chunk_tokens > shape.chunk_tokens) {
-    return refuse("chunk_tokens must be in 1..", shape.chunk_tokens, ", got ", chunk_tokens);
+  if (chunk_tokens < 1 || chunk_tokens > shape.most_chunk_tokens()) {
+    return refuse("chunk_tokens must be in 1..", shape.most_chunk_tokens(), ", got ", chunk_tokens);
   }
   const auto ascends = [&](const std::vector<int64_t>& ends) {
     return num_chunks > 0 && !ends.empty() && ends.front() > 0 && ends.back() == num_chunks &&

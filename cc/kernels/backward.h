@@ -6,9 +6,10 @@
 //   dG, dU    = RN(act'(gate, up, w * dA'))  and  wa = RN(w * a)
 //   d_x       = RN(sum over k of RN(dG W_gate^T + dU W_up^T))
 //   dW_gate   = RN(rows(x)^T dG),  dW_up = RN(rows(x)^T dU),  dW_down = RN(wa^T rows(dy)),  biases: RN(sums of rows)
-// Sums over rows are one float32 chain in the order of the plan. Padding rows are zero in both operands of such a sum;
-// an expert without rows gets +0. Every element of every result is written.
-// Trade-off: x and dy are copied to sorted rows, because the sums over rows need them so; that is 2 x T K H elements.
+// The last four are not rounded when they are `wide`. Sums over rows are one float32 chain in the order of the plan.
+// Padding rows are zero in both operands of such a sum; an expert without rows gets +0. Every element of every result
+// is written. Trade-off: x and dy are copied to sorted rows, because the sums over rows need them so; that is 2 x T K H
+// elements.
 #pragma once
 
 #include "kernels/launch.h"
@@ -52,6 +53,7 @@ struct BackwardArgs {
   int32_t num_sms = 0;
   int32_t capacity = std::numeric_limits<int32_t>::max();  // rows per expert; later routes are dropped
   DType dtype = DType::kBF16;                              // kBF16 or kF16
+  bool wide = false;                                       // `gradients` are float32: the sums, not rounded
   // Over ranks: the tokens are those of all, of whose E experts this rank has first_expert and on. What a route adds to
   // d_x, and its d_weights, goes to the token's owner, and nothing to dx or d_weights; these are left to whoever knows
   // that all ranks are done.
@@ -67,6 +69,10 @@ struct BackwardArgs {
 // of which 2 I R less when ungated.
 size_t backward_bytes(const BackwardSizes& sizes);
 cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream);
+// The same in two: what goes to other ranks, and may be told to them when it is done; then the gradients that stay
+// here.
+cudaError_t launch_backward_rows_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t launch_backward_experts_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream);
 
 // The parts of launch_backward_sm90, for it and for checks of one kernel at a time.
 Plan make_backward_plan(void* workspace, const BackwardSizes& sizes);

@@ -53,7 +53,7 @@ struct SumParams {
   const float* row_weight;  // [R]; used when kWeighted
   const int32_t* expert_rows;
   const int32_t* expert_first;
-  uint32_t* out;
+  void* out;              // of the rows' type, or float when kWide
   int32_t words;          // pairs of columns
   int64_t expert_stride;  // of out, in pairs
 };
@@ -61,7 +61,7 @@ struct SumParams {
 constexpr int kSumThreads = 64;  // a thread per pair of columns
 constexpr int kSumAhead = 8;     // rows in flight
 
-template <DType kType, bool kWeighted>
+template <DType kType, bool kWeighted, bool kWide>
 __global__ void __launch_bounds__(kSumThreads) sum_rows(SumParams p) {
   dependent_launch_wait();  // rows and the plan
   dependent_launch_trigger();
@@ -91,7 +91,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows(SumParams p) {
       high = __fadd_rn(high, b);
     }
   }
-  p.out[expert * p.expert_stride + word] = Element<kType>::pack(low, high);
+  const int64_t place = expert * p.expert_stride + word;
+  if constexpr (kWide) {
+    static_cast<float2*>(p.out)[place] = make_float2(low, high);
+  } else {
+    static_cast<uint32_t*>(p.out)[place] = Element<kType>::pack(low, high);
+  }
 }
 
 constexpr int kSpreadVectors = 4;  // loads in flight per thread
@@ -194,7 +199,15 @@ __global__ void __launch_bounds__(kRowThreads) sum_weights_biased(WeightParams p
   if (lane == 0) store_weight(p, pair, row, row < 0 ? 0.0f : __fadd_rn(sum_groups(p, row), dot));
 }
 
-cudaError_t launch_sum(DType dtype, const void* rows, const float* row_weight, const Plan& plan,
+template <bool kWide>
+auto sum_kernel(DType dtype, bool weighted) {
+  if (dtype == DType::kF16) {
+    return weighted ? sum_rows<DType::kF16, true, kWide> : sum_rows<DType::kF16, false, kWide>;
+  }
+  return weighted ? sum_rows<DType::kBF16, true, kWide> : sum_rows<DType::kBF16, false, kWide>;
+}
+
+cudaError_t launch_sum(DType dtype, bool wide, const void* rows, const float* row_weight, const Plan& plan,
                        const int32_t* expert_first, int64_t columns, int64_t experts, const ExpertMatrix<void*>& out,
                        cudaStream_t stream) {
   if (out.data == nullptr) return cudaSuccess;
@@ -204,22 +217,26 @@ cudaError_t launch_sum(DType dtype, const void* rows, const float* row_weight, c
   p.row_weight = row_weight;
   p.expert_rows = plan.expert_rows;
   p.expert_first = expert_first;
-  p.out = static_cast<uint32_t*>(out.data);
+  p.out = out.data;
   p.words = static_cast<int32_t>(columns / 2);
   p.expert_stride = out.expert_stride / 2;
   const dim3 grid(static_cast<uint32_t>((p.words + kSumThreads - 1) / kSumThreads), static_cast<uint32_t>(experts));
   const bool weighted = row_weight != nullptr;
-  const auto kernel = dtype == DType::kF16 ? (weighted ? sum_rows<DType::kF16, true> : sum_rows<DType::kF16, false>)
-                                           : (weighted ? sum_rows<DType::kBF16, true> : sum_rows<DType::kBF16, false>);
+  const auto kernel = wide ? sum_kernel<true>(dtype, weighted) : sum_kernel<false>(dtype, weighted);
   return launch_dependent(kernel, grid, kSumThreads, 0, stream, p);
 }
 
 }  // namespace
 
 cudaError_t prepare_backward_rows() {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const bool weighted : {false, true}) {
+      const cudaError_t e = load_kernels(sum_kernel<false>(dtype, weighted), sum_kernel<true>(dtype, weighted));
+      if (e != cudaSuccess) return e;
+    }
+  }
   return load_kernels(pad_rows, spread_rows, sum_weights, sum_weights_biased<DType::kBF16>,
-                      sum_weights_biased<DType::kF16>, sum_rows<DType::kBF16, false>, sum_rows<DType::kBF16, true>,
-                      sum_rows<DType::kF16, false>, sum_rows<DType::kF16, true>);
+                      sum_weights_biased<DType::kF16>);
 }
 
 cudaError_t launch_backward_rows(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,
@@ -246,18 +263,18 @@ cudaError_t launch_bias_sums(const BackwardArgs& args, const Plan& plan, const B
                              cudaStream_t stream) {
   const BackwardSizes& s = args.sizes;
   const ExpertGradients& g = args.gradients;
-  if (cudaError_t e = launch_sum(args.dtype, rows.d_gate, nullptr, plan, rows.expert_first, s.intermediate,
+  if (cudaError_t e = launch_sum(args.dtype, args.wide, rows.d_gate, nullptr, plan, rows.expert_first, s.intermediate,
                                  s.num_experts, g.b_gate, stream);
       e != cudaSuccess)
     return e;
   if (s.gated) {
-    if (cudaError_t e = launch_sum(args.dtype, rows.d_up, nullptr, plan, rows.expert_first, s.intermediate,
+    if (cudaError_t e = launch_sum(args.dtype, args.wide, rows.d_up, nullptr, plan, rows.expert_first, s.intermediate,
                                    s.num_experts, g.b_up, stream);
         e != cudaSuccess)
       return e;
   }
-  return launch_sum(args.dtype, rows.dy, rows.row_weight, plan, rows.expert_first, s.hidden, s.num_experts, g.b_down,
-                    stream);
+  return launch_sum(args.dtype, args.wide, rows.dy, rows.row_weight, plan, rows.expert_first, s.hidden, s.num_experts,
+                    g.b_down, stream);
 }
 
 cudaError_t launch_spread_rows(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,

@@ -69,10 +69,11 @@ BackwardRows make_backward_rows(void* workspace, const BackwardSizes& sizes) {
   return rows;
 }
 
-cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream) {
+namespace {
+
+cudaError_t launch_until_dact(const BackwardArgs& args, const Plan& plan, const BackwardRows& rows,
+                              cudaStream_t stream) {
   const BackwardSizes& s = args.sizes;
-  const Plan plan = make_backward_plan(workspace, s);
-  const BackwardRows rows = make_backward_rows(workspace, s);
   PlanArgs plan_args;
   plan_args.topk_ids = args.topk_ids;
   plan_args.num_tokens = s.num_tokens;
@@ -84,15 +85,34 @@ cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cuda
   plan_args.window.failed = args.failed;
   if (cudaError_t e = launch_plan(plan_args, plan, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_backward_rows(args, plan, rows, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_gemm_dact_sm90(args, plan, rows, stream); e != cudaSuccess) return e;
-  if (args.over_ranks()) {  // first what goes to others: it travels while the weight gradients are computed
-    if (cudaError_t e = launch_gemm_dx_sm90(args, plan, rows, nullptr, stream); e != cudaSuccess) return e;
-    if (cudaError_t e = launch_d_weights(args, plan, rows, stream); e != cudaSuccess) return e;
-  }
+  return launch_gemm_dact_sm90(args, plan, rows, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_backward_rows_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream) {
+  const Plan plan = make_backward_plan(workspace, args.sizes);
+  const BackwardRows rows = make_backward_rows(workspace, args.sizes);
+  if (cudaError_t e = launch_until_dact(args, plan, rows, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_gemm_dx_sm90(args, plan, rows, nullptr, stream); e != cudaSuccess) return e;
+  return launch_d_weights(args, plan, rows, stream);
+}
+
+cudaError_t launch_backward_experts_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream) {
+  const Plan plan = make_backward_plan(workspace, args.sizes);
+  const BackwardRows rows = make_backward_rows(workspace, args.sizes);
   if (cudaError_t e = launch_bias_sums(args, plan, rows, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dw_sm90(true, args, plan, rows, stream); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_gemm_dw_sm90(false, args, plan, rows, stream); e != cudaSuccess) return e;
-  if (args.over_ranks()) return cudaSuccess;
+  return launch_gemm_dw_sm90(false, args, plan, rows, stream);
+}
+
+cudaError_t launch_backward_sm90(const BackwardArgs& args, void* workspace, cudaStream_t stream) {
+  const BackwardSizes& s = args.sizes;
+  if (args.over_ranks()) return cudaErrorInvalidValue;  // in two halves, with words between them
+  const Plan plan = make_backward_plan(workspace, s);
+  const BackwardRows rows = make_backward_rows(workspace, s);
+  if (cudaError_t e = launch_until_dact(args, plan, rows, stream); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_backward_experts_sm90(args, workspace, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_dx_sm90(args, plan, rows, rows.dy, stream); e != cudaSuccess) return e;
   if (args.dx_rows != nullptr) {
     if (cudaError_t e = launch_spread_rows(args, plan, rows, stream); e != cudaSuccess) return e;

@@ -1,4 +1,5 @@
-// Gradients of the expert weights: dW[e] = RN(sum over the expert's rows r of left[r, :]^T right[r, :]).
+// Gradients of the expert weights: dW[e] = RN(sum over the expert's rows r of left[r, :]^T right[r, :]), or the float32
+// sum itself.
 //
 // Contract: left and right are matrices of sorted rows, [R, M] and [R, N]. One accumulator per element, rows ascending
 // from the expert's first in steps of 16: the bits depend on the expert's rows and their order alone. Rows are read in
@@ -21,6 +22,12 @@ struct DwMaps {
   CUtensorMap out[2];    // [L, M, N]
 };
 
+// A float32 gradient, [L, M, N] with its strides in elements.
+struct WideGradient {
+  float* data;
+  int64_t expert_stride, row_stride;
+};
+
 struct DwParams {
   const int32_t* expert_rows;   // [L]
   const int32_t* expert_first;  // [L], of experts with rows
@@ -28,6 +35,7 @@ struct DwParams {
   GradientSpace space;
   int32_t num_tiles;  // cluster tiles of all experts
   int32_t m_size, n_size;
+  WideGradient wide[2];  // instead of the maps of the output; the second is up's
 };
 
 // One CTA's part of a cluster tile.
@@ -133,7 +141,30 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[128], const Dw
   }
 }
 
-template <DType kType, bool kGated>
+// The accumulators as they are, straight to memory: a thread has two columns of two rows in each eight columns of the
+// tile, so four lanes write the 32 bytes of a sector.
+template <bool kGated>
+__device__ __forceinline__ void store_wide_gradient(const float (&acc)[128], const DwParams& p, const DwTile& tile,
+                                                    int group, int warp, int lane) {
+  const int32_t row = tile.m + 64 * group + 16 * warp + (lane >> 2);
+#pragma unroll
+  for (int which = 0; which < (kGated ? 2 : 1); ++which) {
+    constexpr int kEights = kGated ? 16 : 32;
+    const WideGradient& out = p.wide[which];
+    const int32_t column = tile.column_tile * (8 * kEights) + 2 * (lane & 3);
+    float* upper = out.data + tile.expert * out.expert_stride + row * out.row_stride + column;
+    float* lower = upper + 8 * out.row_stride;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      const float* sums = &acc[4 * (which * kEights + i)];
+      if (column + 8 * i >= p.n_size) continue;
+      if (row < p.m_size) *reinterpret_cast<float2*>(upper + 8 * i) = make_float2(sums[0], sums[1]);
+      if (row + 8 < p.m_size) *reinterpret_cast<float2*>(lower + 8 * i) = make_float2(sums[2], sums[3]);
+    }
+  }
+}
+
+template <DType kType, bool kGated, bool kWide>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
     gemm_dw_sm90(const __grid_constant__ DwMaps maps, const __grid_constant__ DwParams p) {
   const Frame f = make_frame();
@@ -172,17 +203,22 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
 #pragma unroll
         for (float& value : acc) value = 0.0f;
       }
-      store_gradient<kType, kGated>(acc, maps, p, tile, group, f.warp & 3, f.lane, f.staging + group * kStagingBytes);
+      if constexpr (kWide) {
+        store_wide_gradient<kGated>(acc, p, tile, group, f.warp & 3, f.lane);
+      } else {
+        store_gradient<kType, kGated>(acc, maps, p, tile, group, f.warp & 3, f.lane, f.staging + group * kStagingBytes);
+      }
     }
     // Shared memory must outlive the stores' reads; their writes are complete at the end of the kernel.
-    if ((f.warp & 3) == 0 && f.lane == 0) tma_store_wait_all();
+    if (!kWide && (f.warp & 3) == 0 && f.lane == 0) tma_store_wait_all();
   }
   leave_together();
 }
 
 template <DType kType>
-auto dw_kernel(bool gated) {
-  return gated ? gemm_dw_sm90<kType, true> : gemm_dw_sm90<kType, false>;
+auto dw_kernel(bool gated, bool wide) {
+  if (wide) return gated ? gemm_dw_sm90<kType, true, true> : gemm_dw_sm90<kType, false, true>;
+  return gated ? gemm_dw_sm90<kType, true, false> : gemm_dw_sm90<kType, false, false>;
 }
 
 cudaError_t encode_gradient(CUtensorMap* map, DType dtype, const ExpertMatrix<void*>& matrix, int64_t experts,
@@ -194,8 +230,10 @@ cudaError_t encode_gradient(CUtensorMap* map, DType dtype, const ExpertMatrix<vo
 
 cudaError_t prepare_gemm_dw_sm90() {
   for (const bool gated : {false, true}) {
-    if (cudaError_t e = prepare_frame(dw_kernel<DType::kBF16>(gated)); e != cudaSuccess) return e;
-    if (cudaError_t e = prepare_frame(dw_kernel<DType::kF16>(gated)); e != cudaSuccess) return e;
+    for (const bool wide : {false, true}) {
+      if (cudaError_t e = prepare_frame(dw_kernel<DType::kBF16>(gated, wide)); e != cudaSuccess) return e;
+      if (cudaError_t e = prepare_frame(dw_kernel<DType::kF16>(gated, wide)); e != cudaSuccess) return e;
+    }
   }
   return cudaSuccess;
 }
@@ -211,6 +249,7 @@ cudaError_t launch_gemm_dw_sm90(bool down, const BackwardArgs& args, const Plan&
   const ExpertMatrix<void*> out[2] = {down ? args.gradients.down : args.gradients.gate, args.gradients.up};
 
   DwMaps maps;
+  DwParams params = {};
   if (cudaError_t e = encode_rows(&maps.left, args.dtype, down ? rows.wa : rows.x, plan.row_capacity, m_size);
       e != cudaSuccess)
     return e;
@@ -218,13 +257,16 @@ cudaError_t launch_gemm_dw_sm90(bool down, const BackwardArgs& args, const Plan&
     if (out[i].data == nullptr) return cudaErrorInvalidValue;
     if (cudaError_t e = encode_rows(&maps.right[i], args.dtype, right[i], plan.row_capacity, n_size); e != cudaSuccess)
       return e;
-    if (cudaError_t e = encode_gradient(&maps.out[i], args.dtype, out[i], s.num_experts, m_size, n_size);
-        e != cudaSuccess)
+    if (args.wide) {
+      params.wide[i] = {static_cast<float*>(out[i].data), out[i].expert_stride, out[i].row_stride};
+      maps.out[i] = maps.left;  // not used
+    } else if (cudaError_t e = encode_gradient(&maps.out[i], args.dtype, out[i], s.num_experts, m_size, n_size);
+               e != cudaSuccess) {
       return e;
+    }
   }
   if (!gated) maps.right[1] = maps.right[0], maps.out[1] = maps.out[0];
 
-  DwParams params = {};
   params.expert_rows = plan.expert_rows;
   params.expert_first = rows.expert_first;
   params.counters = plan.counters;
@@ -238,7 +280,8 @@ cudaError_t launch_gemm_dw_sm90(bool down, const BackwardArgs& args, const Plan&
   Grid grid;
   if (cudaError_t e = grid_of(num_tiles, args.num_sms, &grid); e != cudaSuccess) return e;
   params.num_tiles = static_cast<int32_t>(num_tiles);
-  const auto kernel = args.dtype == DType::kF16 ? dw_kernel<DType::kF16>(gated) : dw_kernel<DType::kBF16>(gated);
+  const auto kernel = args.dtype == DType::kF16 ? dw_kernel<DType::kF16>(gated, args.wide)  //
+                                                : dw_kernel<DType::kBF16>(gated, args.wide);
   return launch_dependent(kernel, dim3(grid.ctas), kGemmThreads, kGemmSharedBytes, stream, maps, params);
 }
 

@@ -101,12 +101,16 @@ __global__ void __launch_bounds__(kThreads)
 
 // Bits 0x7fff are NaN in bfloat16 and float16.
 __global__ void __launch_bounds__(kThreads)
-    spoil_if_failed(const __grid_constant__ RingView ring, uint16_t* data, int64_t count) {
+    spoil_if_failed(const __grid_constant__ RingView ring, const __grid_constant__ HalfTensors tensors) {
   dependent_launch_wait();
   dependent_launch_trigger();
   if (ring.call().failed == 0) return;
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count; i += gridDim.x * int64_t{kThreads}) {
-    data[i] = 0x7fff;
+  for (const HalfTensor& tensor : tensors.of) {
+    auto* data = static_cast<uint16_t*>(tensor.data);
+    for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < tensor.num_elements;
+         i += gridDim.x * int64_t{kThreads}) {
+      data[i] = 0x7fff;
+    }
   }
 }
 
@@ -132,9 +136,9 @@ cudaError_t launch_take_weight_gradients(const DeviceRing& ring, int64_t num_pai
                           view_of(ring), num_pairs, total_experts, out);
 }
 
-cudaError_t launch_spoil_if_failed(const DeviceRing& ring, void* data, int64_t count, cudaStream_t stream) {
-  return launch_dependent(spoil_if_failed, dim3(grid_for(count, 8 * kThreads)), kThreads, 0, stream, view_of(ring),
-                          static_cast<uint16_t*>(data), count);
+cudaError_t launch_spoil_if_failed(const DeviceRing& ring, const HalfTensors& tensors, cudaStream_t stream) {
+  return launch_dependent(spoil_if_failed, dim3(grid_for(1 << 20, 8 * kThreads)), kThreads, 0, stream, view_of(ring),
+                          tensors);
 }
 
 }  // namespace streammoe::sm90

@@ -217,13 +217,9 @@ __global__ void await_resident(const __grid_constant__ RingView ring, uint32_t c
 }
 
 // A thread per rank. The kernels before this one have ended, so their reads are over and their writes performed; the
-// fence publishes the rows they left at the owners, the acquire shows this rank's combine those left here. A rank that
-// has failed says nothing: its peers must not take what is there for its rows.
-__global__ void __launch_bounds__(kThreads)
-    seal_macro(const __grid_constant__ RingView ring, uint64_t macro, uint64_t chunks) {
-  dependent_launch_wait();
-  if (ring.call().failed != 0) return;
-  const uint64_t done = ring.call().macro_base + macro + 1, end = ring.call().sequence_base + chunks;
+// fence publishes the rows they left at the owners. A rank that has failed says nothing: its peers must not take what
+// is there for its rows.
+__device__ __forceinline__ void tell_done(const RingView& ring, uint64_t done, uint64_t end, uint64_t chunks) {
   const int64_t used = min(static_cast<int64_t>(chunks), ring.shape.num_slots);
   fence_release();
   for (int64_t peer = threadIdx.x; peer < ring.shape.num_ranks; peer += kThreads) {
@@ -236,6 +232,10 @@ __global__ void __launch_bounds__(kThreads)
     }
     store_relaxed(reinterpret_cast<uint64_t*>(mem + ring.at.word(ring.at.done, ring.rank, 0, 1)), done);
   }
+}
+
+// A thread per rank. The acquire shows this rank's combine what the others left here.
+__device__ __forceinline__ void await_done(const RingView& ring, uint64_t done) {
   const uint64_t deadline = now_ns() + header_of(ring).timeout_ns;
   Failure failure;
   for (int64_t peer = threadIdx.x; peer < ring.shape.num_ranks && failure.code == DeviceFailure::kNone;
@@ -246,6 +246,20 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (threadIdx.x == 0 && failure.code == DeviceFailure::kNone) failure = aborted(ring);
   if (failure.code != DeviceFailure::kNone) fail(ring, Phase::kDone, failure);
+}
+
+enum class Seal : int32_t { kTell = 1, kAwait = 2, kBoth = 3 };
+
+template <Seal kPart>
+__global__ void __launch_bounds__(kThreads)
+    seal_macro(const __grid_constant__ RingView ring, uint64_t macro, uint64_t chunks) {
+  dependent_launch_wait();
+  // Whoever waits lets no successor take SMs; a kernel behind the telling has nothing to do with the words.
+  if constexpr (kPart == Seal::kTell) dependent_launch_trigger();
+  if (ring.call().failed != 0) return;
+  const uint64_t done = ring.call().macro_base + macro + 1, end = ring.call().sequence_base + chunks;
+  if constexpr (kPart != Seal::kAwait) tell_done(ring, done, end, chunks);
+  if constexpr (kPart != Seal::kTell) await_done(ring, done);
 }
 
 __global__ void abort_ring(const __grid_constant__ RingView ring) {
@@ -294,8 +308,9 @@ __global__ void advance_call(const __grid_constant__ RingView ring, uint64_t chu
 }  // namespace
 
 cudaError_t prepare_stream() {
-  return load_kernels(register_ring, open_call, publish_route, publish_layout, await_chunks, await_resident, seal_macro,
-                      abort_ring, close_call, advance_call);
+  return load_kernels(register_ring, open_call, publish_route, publish_layout, await_chunks, await_resident,
+                      seal_macro<Seal::kTell>, seal_macro<Seal::kAwait>, seal_macro<Seal::kBoth>, abort_ring,
+                      close_call, advance_call);
 }
 
 cudaError_t launch_register(const DeviceRing& ring, cudaStream_t stream) {
@@ -334,9 +349,26 @@ cudaError_t launch_await_chunks(const DeviceRing& ring, int64_t first, int64_t l
   return launch_dependent(await_chunks, dim3(1), kThreads, 0, stream, view_of(ring), first, last);
 }
 
-cudaError_t launch_seal(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream) {
-  return launch_dependent(seal_macro, dim3(1), kThreads, 0, stream, view_of(ring), static_cast<uint64_t>(macro),
+namespace {
+
+template <Seal kPart>
+cudaError_t launch_part(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream) {
+  return launch_dependent(seal_macro<kPart>, dim3(1), kThreads, 0, stream, view_of(ring), static_cast<uint64_t>(macro),
                           static_cast<uint64_t>(spec.macro_ends[static_cast<size_t>(macro)]));
+}
+
+}  // namespace
+
+cudaError_t launch_seal(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream) {
+  return launch_part<Seal::kBoth>(ring, spec, macro, stream);
+}
+
+cudaError_t launch_tell_done(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream) {
+  return launch_part<Seal::kTell>(ring, spec, macro, stream);
+}
+
+cudaError_t launch_await_done(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream) {
+  return launch_part<Seal::kAwait>(ring, spec, macro, stream);
 }
 
 cudaError_t launch_abort(const DeviceRing& ring, cudaStream_t stream) {

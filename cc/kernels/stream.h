@@ -52,10 +52,20 @@ cudaError_t launch_fetch_backward(const DeviceRing& ring, const CallSpec& spec, 
 // out [num_pairs] = the gradients of this rank's weights, which the ranks of their experts have left here. Behind the
 // seal.
 cudaError_t launch_take_weight_gradients(const DeviceRing& ring, int64_t num_pairs, float* out, cudaStream_t stream);
-// Fills a tensor of 16-bit elements with NaN if the call has failed.
-cudaError_t launch_spoil_if_failed(const DeviceRing& ring, void* data, int64_t count, cudaStream_t stream);
-// Tells all ranks that this one has read and written what it ever will of the macro-chunk, and waits for all of them.
+// Fills tensors of 16-bit elements with NaN if the call has failed. Absent ones have no elements.
+struct HalfTensor {
+  void* data = nullptr;
+  int64_t num_elements = 0;
+};
+struct HalfTensors {
+  HalfTensor of[6];
+};
+cudaError_t launch_spoil_if_failed(const DeviceRing& ring, const HalfTensors& tensors, cudaStream_t stream);
+// Tells all ranks that this one has read and written what it ever will of the macro-chunk, and waits for all of them:
+// at once, or with work of this rank between the two.
 cudaError_t launch_seal(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream);
+cudaError_t launch_tell_done(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream);
+cudaError_t launch_await_done(const DeviceRing& ring, const CallSpec& spec, int64_t macro, cudaStream_t stream);
 // Tells all ranks that this one has failed.
 cudaError_t launch_abort(const DeviceRing& ring, cudaStream_t stream);
 // Ends when the up products of the ring have had `ctas` CTAs on their SMs, over its life, or after a millisecond: a

@@ -40,6 +40,10 @@ struct RingShape {
   int64_t intermediate = 0;  // I on a GPU
 
   STREAMMOE_HD constexpr bool on_gpu() const { return num_experts > 0; }
+  // Of one chunk of a call: a slot's on the host; on a GPU, where tokens do not lie in slots, all that the ring has.
+  STREAMMOE_HD constexpr int64_t most_chunk_tokens() const {
+    return on_gpu() ? num_slots * chunk_tokens : chunk_tokens;
+  }
 };
 
 // Row blocks that `pairs` routes to `experts` experts can fill, each expert's last block being partial.

@@ -294,7 +294,9 @@ def test_the_handler_names_what_is_wrong():
     def call(dy, num_bytes):
         like = [ffi.like(a, a.shape, a.dtype) for a in (x, weights, *experts)]
         results = [*like, ffi.like(x, (num_bytes,), np.uint8)]
-        return ffi.call("backward", results, x, dy, ids, weights, *experts, attributes=spec.attributes())
+        return ffi.call(
+            "backward", results, x, dy, ids, weights, *experts, attributes=spec.attributes() | {"wide": np.int32(0)}
+        )
 
     needed = ffi.compiled.cuda_backward_bytes(6, 2, 16, 8, 4, True)
     for dy, num_bytes, text in (
