@@ -123,6 +123,32 @@ int main(int argc, char** argv) {
     for (auto* v : {&f1, &f2, &g1, &g2}) { float* q = al(*v); const size_t n = v == &f1 ? E*H*W : v == &f2 ? E*I*H : v == &g1 ? E*W : E*H; for (float* z = v->data(); z < v->data() + v->size(); ++z) if ((z < q || z >= q + n) && !std::isnan(*z)) { ++wrong; break; } }
     std::printf("  wide       %zu wrong\n", wrong); bad += wrong != 0;
   }
+  // kept: the forward keeps gate and up and has the same y; a backward that reads them
+  if (T > 0) {
+    Out y2(T*H), kept(T*K*W), ex(T*H), e1(E*H*W), e2(E*I*H), c1(E*W), c2(E*H), s1(gsplit.size()), s2(usplit.size()), r1(bgs.size()), r2(bus.size());
+    std::vector<float> ewt(T*K, NAN);
+    ForwardArgs f; f.x = X->p; f.topk_ids = ids.data(); f.topk_weights = wt.data(); f.y = y2.p; f.gate_up = kept.p; f.weights = ws; f.num_tokens = T; f.top_k = K; f.hidden = H; f.intermediate = I; f.num_experts = E; f.activation = Activation(a); f.limit = limit; f.dtype = dt; if (cap >= 0) f.capacity = cap;
+    AlignedBuf wsf(forward_bytes(T, K, H, I, E));
+    if (cudaError_t e = launch_forward_sm90(f, wsf.p, nullptr); e != cudaSuccess) { std::printf("kept forward %d\n", e); return 7; }
+    size_t wrong = 0; if (special != "bwd") for (int64_t n = 0; n < T*H; ++n) wrong += y2.p[n] != y.p[n];
+    std::vector<int64_t> seen(E); std::vector<double> gu, wgu;
+    for (int64_t t = 0; t < T; ++t) for (int64_t k = 0; k < K; ++k) {
+      const int e = ids[t*K+k]; bool taken = e >= 0 && e < E; if (taken && cap >= 0 && seen[e] >= cap) taken = false; if (taken) ++seen[e];
+      for (int64_t i = 0; i < W; ++i) { const uint16_t v = kept.p[(t*K+k)*W+i]; if (!taken) { wrong += v != 0xFFFF; continue; }
+        double q = biased ? w16(b1[e*W+i]) : 0; for (int64_t h = 0; h < H; ++h) q += w16(x[t*H+h]) * w16(w1[(e*H+h)*W+i]); gu.push_back(w16(v)); wgu.push_back(q); } }
+    std::printf("  kept       %zu wrong\n", wrong); bad += wrong != 0; cmp("gate_up", gu, wgu, tol);
+    BackwardArgs c = b; c.dx = ex.p; c.d_weights = ewt.data(); c.gate_up = kept.p;
+    c.gradients.gate = split ? ExpertMatrix<void*>{s1.p, H*I, I} : ExpertMatrix<void*>{e1.p, H*W, W};
+    if (gated) c.gradients.up = split ? ExpertMatrix<void*>{s2.p, H*I, I} : ExpertMatrix<void*>{e1.p + I, H*W, W};
+    c.gradients.down = {e2.p, I*H, H};
+    if (biased) { c.gradients.b_gate = split ? ExpertMatrix<void*>{r1.p, I, I} : ExpertMatrix<void*>{c1.p, W, W}; if (gated) c.gradients.b_up = split ? ExpertMatrix<void*>{r2.p, I, I} : ExpertMatrix<void*>{c1.p + I, W, W}; c.gradients.b_down = {c2.p, H, H}; }
+    AlignedBuf wsc(bytes);
+    if (cudaError_t e = launch_backward_sm90(c, wsc.p, nullptr); e != cudaSuccess) { std::printf("kept launch %d\n", e); return 8; }
+    if (split) { for (int64_t r = 0; r < E*H; ++r) for (int64_t i = 0; i < I; ++i) { e1.p[r*W+i] = s1.p[r*I+i]; e1.p[r*W+I+i] = s2.p[r*I+i]; } for (int64_t e = 0; e < E; ++e) for (int64_t i = 0; i < I; ++i) { c1.p[e*W+i] = r1.p[e*I+i]; c1.p[e*W+I+i] = r2.p[e*I+i]; } }
+    cmp("k dx", vec(ex), wdx, 1.5*tol); cmp("k d_wts", std::vector<double>(ewt.begin(), ewt.end()), wdwt, 1.5*tol); cmp("k d_gate_up", vec(e1), wdw1, 1.5*tol); cmp("k d_down", vec(e2), wdw2, 1.5*tol);
+    if (biased) { cmp("k db_g_u", vec(c1), wdb1, 1.5*tol); cmp("k db_down", vec(c2), wdb2, 1.5*tol); }
+    for (const Out* o : {&y2, &kept, &ex, &e1, &e2, &c1, &c2, &s1, &s2, &r1, &r2}) for (const uint16_t* q = o->raw.data(); q < o->raw.data() + o->raw.size(); ++q) if ((q < o->p || q >= o->p + o->n) && *q != 0xFFFF) { std::printf("kept: wrote outside of an output\n"); ++bad; break; }
+  }
   // exact zeros
   for (int64_t e = 0; e < E; ++e) if (!used[e]) for (int64_t i = 0; i < H*W; ++i) if (dw1.p[e*H*W+i] != 0) { std::printf("expert %ld without rows: not +0\n", e); ++bad; break; }
   for (int64_t t = 0; t < T; ++t) if (masked[t]) for (int64_t h = 0; h < H; ++h) if (dx.p[t*H+h] != 0) { std::printf("masked token: not +0\n"); ++bad; break; }
