@@ -4,8 +4,9 @@ Contract: `forward` and `backward` are plain operations (vjp.py ties them togeth
 folded into the tokens: one call. When weights are mapped, or a capacity counts the tokens of a call, the axis is
 walked with lax.map. Under plain jit with sharded tokens each shard stays where it is and statistics and weight
 gradients are summed over the shards; sharded experts are refused, because XLA would gather them without a word.
-`rows`, `combine`, `check_ids` and `rows_backward` are for exchange.py, inside of shard_map. A `wide` backward returns
-float32 gradients of the experts. All of these choose by the platform that a program is lowered for.
+`forward_kept` and `backward_kept` are the pair that keeps gate and up in between. `rows`, `combine`, `check_ids` and
+`rows_backward` are for exchange.py, inside of shard_map. A `wide` backward returns float32 gradients of the experts.
+All of these choose by the platform that a program is lowered for.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from .varying import spec_axes
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
     """x [..., H], ids [..., K], weights [..., K] f32 -> y [..., H], expert_rows [L] i32, counts [3] i32."""
-    return _forward(spec)(x, ids, weights, *experts)
+    return _forward(spec, False)(x, ids, weights, *experts)
+
+
+def forward_kept(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
+    """As `forward` -> y, gate_up [..., K * 2I] (ungated: K * I) of the layer's dtype, expert_rows, counts."""
+    return _forward(spec, True)(x, ids, weights, *experts)
 
 
 def backward(
@@ -41,6 +47,15 @@ def backward(
     """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors (f32 if `wide`)."""
     token, dx, d_weights, *d_experts = _backward(spec, wide)(token, x, dy, ids, weights, *experts)
     return token, dx, d_weights, tuple(d_experts)
+
+
+def backward_kept(
+    spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array,
+    experts: Experts,
+) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
+    """As `backward`, with the gate_up of `forward_kept` -> dx, d_weights, the gradients of the experts."""
+    dx, d_weights, *d_experts = _backward_from_kept(spec)(x, dy, ids, weights, gate_up, *experts)
+    return dx, d_weights, tuple(d_experts)
 
 
 def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
@@ -79,26 +94,28 @@ def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax
 
 
 @functools.cache
-def _forward(spec: LayerSpec) -> Callable[..., tuple]:
-    def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        y, expert_rows, counts = _on_platform(
-            _forward_cpu, _forward_cuda, spec, *map(_rows, (x, ids, weights)), *experts
-        )
-        return y.reshape(x.shape), expert_rows, counts
+def _forward(spec: LayerSpec, keep: bool) -> Callable[..., tuple]:
+    on_cpu, on_cuda = (_forward_kept_cpu, _forward_kept_cuda) if keep else (_forward_cpu, _forward_cuda)
 
-    run = custom_vmap(_partitioned(call, spec, token_args=range(3), token_results=(True, False, False)))
+    def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+        *of_tokens, expert_rows, counts = _on_platform(on_cpu, on_cuda, spec, *map(_rows, (x, ids, weights)), *experts)
+        return *(a.reshape(*x.shape[:-1], -1) for a in of_tokens), expert_rows, counts
+
+    token_results = (True, True, False, False) if keep else (True, False, False)
+    run = custom_vmap(_partitioned(call, spec, token_args=range(3), token_results=token_results))
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
         experts = args[3:]
+        batched_results = (True,) * len(token_results)
         if any(batched[3:]) or spec.config.capacity is not None:
-            return _walk(run, batched, args), (True,) * 3
+            return _walk(run, batched, args), batched_results
         tokens = [
             a if b else jnp.broadcast_to(a[None], (size, *a.shape)) for a, b in zip(args[:3], batched, strict=False)
         ]
-        y, _, _ = run(*tokens, *experts)
+        *of_tokens, _, _ = run(*tokens, *experts)
         rows, counts = jax.vmap(functools.partial(cuda.count_routes, spec))(tokens[1])
-        return (y, rows, counts), (True,) * 3
+        return (*of_tokens, rows, counts), batched_results
 
     return run
 
@@ -125,6 +142,24 @@ def _backward(spec: LayerSpec, wide: bool) -> Callable[..., tuple]:
     return run
 
 
+@functools.cache
+def _backward_from_kept(spec: LayerSpec) -> Callable[..., tuple]:
+    def call(x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *rest: jax.Array) -> tuple:
+        gate_up, *experts = rest
+        rows = map(_rows, (x, dy, ids, weights, gate_up))
+        dx, d_weights, *d_experts = _on_platform(_backward_kept_cpu, _backward_kept_cuda, spec, *rows, *experts)
+        return dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
+
+    token_results = (True, True) + (False,) * 6
+    run = custom_vmap(_partitioned(call, spec, token_args=range(5), token_results=token_results))
+
+    @run.def_vmap
+    def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
+        return _walk(run, batched, args), (True,) * 8  # as in _backward
+
+    return run
+
+
 def _on_platform(cpu: Callable[..., Any], cuda: Callable[..., Any], spec: LayerSpec, *args: Any) -> Any:
     """The platform's own call; without CUDA in the build there is nothing to choose."""
     if not ffi.compiled.WITH_CUDA:
@@ -140,6 +175,15 @@ def _forward_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Ar
     return cuda.forward(spec, x, ids, weights, experts), *cuda.count_routes(spec, ids)  # type: ignore[arg-type]
 
 
+def _forward_kept_cpu(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+    return ops.forward_kept(spec, x, ids, weights, experts)  # type: ignore[arg-type]
+
+
+def _forward_kept_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+    kept = cuda.forward_kept(spec, x, ids, weights, experts)  # type: ignore[arg-type]
+    return *kept, *cuda.count_routes(spec, ids)
+
+
 def _backward_cpu(
     wide: bool,
     spec: LayerSpec,
@@ -152,9 +196,7 @@ def _backward_cpu(
 ) -> tuple:
     of_rows: Callable[..., tuple] = _wide_rows_cpu if wide else ops.backward
     token, dx_rows, d_weights, d_experts = of_rows(spec, token, x, dy, ids, weights, experts)
-    # A route dropped by capacity has a zero row, so it needs no flag here.
-    ids = _owned(spec, ids)
-    return token, ops.combine(spec, dx_rows, ids, *_unweighted(ids)), d_weights, *d_experts
+    return token, _sum_rows_cpu(spec, dx_rows, ids), d_weights, *d_experts
 
 
 def _backward_cuda(
@@ -169,6 +211,38 @@ def _backward_cuda(
 ) -> tuple:
     dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, wide)  # type: ignore[arg-type]
     return token, dx, d_weights, *d_experts
+
+
+def _backward_kept_cpu(
+    spec: LayerSpec,
+    x: jax.Array,
+    dy: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    *experts: jax.Array,
+) -> tuple:
+    dx_rows, d_weights, d_experts = ops.backward_kept(spec, x, dy, ids, weights, gate_up, experts)  # type: ignore[arg-type]
+    return _sum_rows_cpu(spec, dx_rows, ids), d_weights, *d_experts
+
+
+def _backward_kept_cuda(
+    spec: LayerSpec,
+    x: jax.Array,
+    dy: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    *experts: jax.Array,
+) -> tuple:
+    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, gate_up=gate_up)  # type: ignore[arg-type]
+    return dx, d_weights, *d_experts
+
+
+def _sum_rows_cpu(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax.Array:
+    # A route dropped by capacity has a zero row, so it needs no flag here.
+    ids = _owned(spec, ids)
+    return ops.combine(spec, dx_rows, ids, *_unweighted(ids))
 
 
 def _wide_rows_cpu(

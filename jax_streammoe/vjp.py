@@ -4,7 +4,8 @@ Contract: `attach` is the identity on (y, token); its backward is the layer's, c
 expert tensors and from nothing a stream left behind. So the gradient does not depend on chunks, slots, schedule, policy
 or transport, and routers stay plain JAX outside of it. Over ranks the backward exchanges through the memory of a ring
 on GPUs, for which it goes by the ring's name, elsewhere through XLA's collectives; its calls are ordered by the token,
-whose cotangent AD threads in reverse. The backward is first order only.
+whose cotangent AD threads in reverse. `keeping` is the layer of one device as one function of AD, because what it keeps
+is made by the forward itself. Every backward is first order only.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from . import checks, cuda, exchange, local, ops
 from .ops import Experts, LayerSpec
 from .varying import vary_together
+
+GATE_UP_NAME = "streammoe_gate_up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,31 @@ def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tup
 
 
 attach.defvjp(_attach_forward, _attach_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def keeping(
+    spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`local.forward`; under differentiation it keeps gate and up of every route, which the backward then reads."""
+    return local.forward(spec, x, ids, weights, experts)
+
+
+def _keeping_forward(
+    spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
+) -> tuple[Any, Any]:
+    y, gate_up, expert_rows, counts = local.forward_kept(spec, x, ids, weights, experts)
+    return (y, expert_rows, counts), (x, ids, weights, checkpoint_name(gate_up, GATE_UP_NAME), experts)
+
+
+def _keeping_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    x, ids, weights, gate_up, experts = residuals
+    x, dy, weights, gate_up, experts = first_order_only((x, cotangents[0], weights, gate_up, experts))
+    dx, d_weights, d_experts = local.backward_kept(spec, x, dy, ids, weights, gate_up, experts)
+    return dx, None, d_weights, d_experts
+
+
+keeping.defvjp(_keeping_forward, _keeping_backward)
 
 
 def _is_ordered(spec: GradientSpec) -> bool:

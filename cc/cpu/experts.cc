@@ -69,6 +69,16 @@ void add_bias(const float* bias, int64_t rows, int64_t columns, float* values) {
   }
 }
 
+// up: null when ungated.
+void keep(const ExpertProblem& p, const RowTask* rows, int64_t count, const float* gate, const float* up) {
+  const int64_t width = p.intermediate;
+  for (int64_t i = 0; i < count; ++i) {
+    if (rows[i].gate_up == nullptr) continue;
+    from_f32(p.dtype, gate + i * width, width, rows[i].gate_up);
+    if (up != nullptr) from_f32(p.dtype, up + i * width, width, element(p.dtype, rows[i].gate_up, width));
+  }
+}
+
 void run_block(const ExpertProblem& p, const ExpertView& view, const RowTask* rows, int64_t count) {
   static thread_local std::vector<float> scratch;
   const bool gated = is_gated(p.activation);
@@ -78,6 +88,7 @@ void run_block(const ExpertProblem& p, const ExpertView& view, const RowTask* ro
   float* const up = gated ? gate + wide : nullptr;
   gather(p, rows, count, x);
   project_rows(p, view, x, count, gate, up);
+  keep(p, rows, count, gate, up);
   // Padding rows of gate are zero and stay so: the activation sees the block's own rows only.
   activate(p.activation, p.limit, count * p.intermediate, gate, up, gate);
   round_to(p.dtype, count * p.intermediate, gate);
