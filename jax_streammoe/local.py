@@ -99,7 +99,7 @@ def _forward(spec: LayerSpec, keep: bool) -> Callable[..., tuple]:
 
     def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
         *of_tokens, expert_rows, counts = _on_platform(on_cpu, on_cuda, spec, *map(_rows, (x, ids, weights)), *experts)
-        return *(a.reshape(*x.shape[:-1], -1) for a in of_tokens), expert_rows, counts
+        return *(a.reshape(*x.shape[:-1], a.shape[-1]) for a in of_tokens), expert_rows, counts
 
     token_results = (True, True, False, False) if keep else (True, False, False)
     run = custom_vmap(_partitioned(call, spec, token_args=range(3), token_results=token_results))

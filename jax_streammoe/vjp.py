@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from . import checks, cuda, exchange, local, ops
@@ -52,7 +53,12 @@ def _attach_forward(
     token: jax.Array,
 ) -> tuple[Any, Any]:  # fmt: skip
     token = _token_after(spec, token, y)
-    return (y, token), (x, ids, weights, experts, token)
+    return (_refusing(y, x, weights, experts), token), (x, ids, weights, experts, token)
+
+
+def _refusing(y: jax.Array, *operands: Any) -> jax.Array:
+    """The value of a `jax.vjp`: y came from operands without tangents, so differentiating it again would give zeros."""
+    return tie(y, first_order_only(operands))
 
 
 def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -86,8 +92,10 @@ def keeping(
 def _keeping_forward(
     spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> tuple[Any, Any]:
-    y, gate_up, expert_rows, counts = local.forward_kept(spec, x, ids, weights, experts)
-    return (y, expert_rows, counts), (x, ids, weights, checkpoint_name(gate_up, GATE_UP_NAME), experts)
+    operands = lax.stop_gradient((x, ids, weights, experts))
+    y, gate_up, expert_rows, counts = local.forward_kept(spec, *operands)
+    y, gate_up = _refusing(y, x, weights, experts), checkpoint_name(gate_up, GATE_UP_NAME)
+    return (y, expert_rows, counts), (x, ids, weights, gate_up, experts)
 
 
 def _keeping_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:

@@ -43,6 +43,21 @@ def test_values_and_gradients(rng, dtype, use_bias, activation, limit):
     assert 0.2 < np.sqrt(np.mean(result.y.astype(np.float32) ** 2)) < 5
 
 
+@pytest.mark.core
+@each_activation
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_gradients_from_the_gate_and_up_that_were_kept(rng, dtype, use_bias, activation, limit):
+    """Those of the rounded values; in float32 nothing is rounded."""
+    problem = oracle.make_problem(
+        rng, **SIZES, dtype=dtype, activation=activation, limit=limit, use_bias=use_bias, masked=0.1, duplicates=True
+    )
+    kept, again = check("kept", problem), run("moe", problem)
+    assert_same_bits((kept.y, kept.stats), (again.y, again.stats))
+    if dtype == jnp.float32:
+        assert_same_bits(kept.grads, again.grads)
+
+
 @each_activation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_streams_give_the_same_bits(rng, dtype, activation, limit):
