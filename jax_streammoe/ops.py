@@ -58,11 +58,31 @@ class StreamSpec:
 
 
 def pack_experts(w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) -> Experts:
-    """Returns the six-tuple of the handlers from the arguments of the public functions."""
+    """Returns the six-tuple of the handlers from the arguments of the public functions.
+
+    Biases take the form of the weights, packed or split: what a tensor's gradient is, JAX derives from that.
+    """
     none = ffi.absent(w_down)
-    gate, up = w_gate_up if isinstance(w_gate_up, (tuple, list)) else (w_gate_up, none)
-    b_gate, b_up = b_gate_up if isinstance(b_gate_up, (tuple, list)) else (b_gate_up, None)
+    gate, up, b_gate, b_up = w_gate_up, none, b_gate_up, None
+    if isinstance(w_gate_up, (tuple, list)):
+        gate, up = w_gate_up
+        b_gate, b_up = (None, None) if b_gate_up is None else split_gate_up(b_gate_up)
+    elif b_gate_up is not None:
+        b_gate = join_gate_up(b_gate_up)
     return (gate, up, w_down, *(none if b is None else b for b in (b_gate, b_up, b_down)))
+
+
+def split_gate_up(value: Any) -> tuple[jax.Array, jax.Array]:
+    """(gate, up) [..., I] of an array [..., 2I]; a pair as it is."""
+    if isinstance(value, (tuple, list)):
+        return value[0], value[1]
+    inner = value.shape[-1] // 2
+    return value[..., :inner], value[..., inner:]
+
+
+def join_gate_up(value: Any) -> jax.Array:
+    """The array [..., 2I] of a pair (gate, up) [..., I]; an array as it is."""
+    return jnp.concatenate(value, axis=-1) if isinstance(value, (tuple, list)) else value
 
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
