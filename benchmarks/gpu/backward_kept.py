@@ -27,31 +27,31 @@ from jax_streammoe import local, ops
 from jax_streammoe.bench.measure import record
 
 
-def versions(config: sm.MoEConfig, dy: jax.Array) -> dict[str, Any]:
-    """name -> function of a batch (x, ids, weights, gate_up) and the experts, all of whose work is in its results."""
+def versions(config: sm.MoEConfig) -> dict[str, Any]:
+    """name -> function of dy, a batch (x, ids, weights, gate_up) and the experts; all of its work is in its results."""
     spec = ops.LayerSpec(config, config.num_experts)
 
     def corner(arrays: Any) -> list[jax.Array]:
         return [a[:1, :1, :128] for a in arrays]
 
-    def from_kept(x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
+    def from_kept(dy: Any, x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
         packed = ops.pack_experts(*experts, None, None)
         dx, d_weights, d_experts = local.backward_kept(spec, x, dy, ids, weights, gate_up, packed)
         return dx, d_weights, corner(d for d, e in zip(d_experts, packed, strict=True) if e.ndim == 3)
 
-    def again(x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
+    def again(dy: Any, x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
         del gate_up
         layer = functools.partial(sm.moe, config=config)
         dx, d_weights, *d_experts = gradients(layer, dy, x, ids, weights, *experts)
         return dx, d_weights, corner(d_experts)
 
-    def keeping(x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
-        del gate_up
+    def keeping(dy: Any, x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
+        del dy, gate_up
         y, kept, _, _ = local.forward_kept(spec, x, ids, weights, ops.pack_experts(*experts, None, None))
         return y, kept[:1, :128]
 
-    def plain(x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
-        del gate_up
+    def plain(dy: Any, x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
+        del dy, gate_up
         return sm.moe(x, ids, weights, *experts, config=config)
 
     return {"kept": from_kept, "again": again, "forward_keeping": keeping, "forward": plain}
@@ -61,22 +61,21 @@ def timed(config: sm.MoEConfig, args: tuple, dy: jax.Array) -> dict[str, float]:
     """Median seconds of one call of each version; versions take turns, calls different tokens."""
     x, ids, weights, *experts = args
     spec = ops.LayerSpec(config, config.num_experts)
-    packed = ops.pack_experts(*experts, None, None)
-    keep = jax.jit(lambda x, ids: local.forward_kept(spec, x, ids, weights, packed)[1])
+    keep = jax.jit(lambda *args: local.forward_kept(spec, *args[:3], ops.pack_experts(*args[3:], None, None))[1])
     batches = []
     for n in range(CALLS):
-        x_n, ids_n = jnp.roll(x, n, axis=1), jnp.roll(ids, n, axis=0)
-        batches.append((x_n, ids_n, weights, keep(x_n, ids_n)))
+        tokens = (jnp.roll(x, n, axis=1), jnp.roll(ids, n, axis=0), weights)
+        batches.append((*tokens, keep(*tokens, *experts)))
     programs = {
-        name: jax.jit(lambda batches, experts, run=run: [run(*batch, *experts) for batch in batches])
-        for name, run in versions(config, dy).items()
+        name: jax.jit(lambda dy, batches, experts, run=run: [run(dy, *batch, *experts) for batch in batches])
+        for name, run in versions(config).items()
     }
     samples: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(WARM_UP + ROUNDS):
         for name, run in programs.items():
             begin = time.perf_counter()
             for _ in range(LAUNCHES):
-                out = run(batches, experts)
+                out = run(dy, batches, experts)
             jax.block_until_ready(out)
             if turn >= WARM_UP:
                 samples[name].append((time.perf_counter() - begin) / CALLS / LAUNCHES)
