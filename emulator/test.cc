@@ -134,7 +134,7 @@ int main(int argc, char** argv) {
     std::vector<int64_t> seen(E); std::vector<double> gu, wgu;
     for (int64_t t = 0; t < T; ++t) for (int64_t k = 0; k < K; ++k) {
       const int e = ids[t*K+k]; bool taken = e >= 0 && e < E; if (taken && cap >= 0 && seen[e] >= cap) taken = false; if (taken) ++seen[e];
-      for (int64_t i = 0; i < W; ++i) { const uint16_t v = kept.p[(t*K+k)*W+i]; if (!taken) { wrong += v != 0xFFFF; continue; }
+      for (int64_t i = 0; i < W; ++i) { const uint16_t v = kept.p[(t*K+k)*W+i]; if (!taken) { wrong += v != 0; continue; }
         double q = biased ? w16(b1[e*W+i]) : 0; for (int64_t h = 0; h < H; ++h) q += w16(x[t*H+h]) * w16(w1[(e*H+h)*W+i]); gu.push_back(w16(v)); wgu.push_back(q); } }
     std::printf("  kept       %zu wrong\n", wrong); bad += wrong != 0; cmp("gate_up", gu, wgu, tol);
     BackwardArgs c = b; c.dx = ex.p; c.d_weights = ewt.data(); c.gate_up = kept.p;

@@ -76,5 +76,5 @@ def accumulate_gradients(
 def _added(value: Any, gradient: Any) -> Any:
     """The sums of one tensor, or of a pair, and its gradient."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(jnp.add, value, ops.split_gate_up(gradient)))
+        return tuple(jnp.add(a, g) for a, g in zip(value, ops.split_gate_up(gradient), strict=True))
     return jnp.add(value, ops.join_gate_up(gradient))

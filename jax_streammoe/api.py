@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
 
-from . import checks, local, ops, vjp
+from . import checks, cuda, local, ops, vjp
 from .config import MoEConfig
 from .ops import Experts, LayerSpec
 from .routing import IDS_NAME, WEIGHTS_NAME
@@ -69,7 +69,8 @@ def moe(
       return_stats: also return `Stats`.
       save_gate_up: under differentiation, keep what enters the activation for the backward instead of computing it
         again: T*K*2I elements of x's dtype (ungated: T*K*I) per layer for a quarter fewer products of the backward.
-        Gradients then come from the rounded values. float32 on a GPU computes it again all the same.
+        Gradients then come from the rounded values (float16: at most 65504), and have bits of their own where that
+        rounds. float32 on a GPU computes it again all the same.
 
     Returns y [..., H] in x's dtype, or (y, Stats). A token without a valid route gets exactly 0.
 
@@ -94,8 +95,8 @@ def _moe(
     args = vary_together(args)
     spec = LayerSpec(config, config.num_experts, checks=check_ids)
     if save_gate_up:
-        y, expert_rows, counts = vjp.keeping(spec, *args)
-        y = named_y(y)
+        y = named_y(vjp.keeping(spec, *args))
+        expert_rows, counts = cuda.count_routes(spec, args.ids)
     else:
         y, expert_rows, counts = local.forward(spec, *lax.stop_gradient(args))
         y, _ = vjp.attach(vjp.GradientSpec(spec), named_y(y), *args, vjp.new_token(args.x))

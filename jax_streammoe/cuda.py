@@ -199,7 +199,8 @@ def backward(
         _, pullback = jax.vjp(lambda *args: _reference(spec, ids, *args), x, weights, experts)
         dx, d_weights, d_experts = pullback(dy)
         return dx, d_weights, widened(d_experts) if wide else d_experts
-    return _gradients("backward", spec, x.shape, x, dy, ids, weights, experts, wide, gate_up)
+    name, kept = ("backward", ()) if gate_up is None else ("backward_kept", (gate_up,))
+    return _gradients(name, spec, x.shape, x, dy, ids, weights, experts, wide, kept)
 
 
 def ring_backward(
@@ -227,18 +228,15 @@ def ring_backward(
 
 def _gradients(
     name: str, spec: LayerSpec, dx_shape: tuple[int, ...], x: jax.Array, dy: jax.Array, ids: jax.Array,
-    weights: jax.Array, experts: Experts, wide: bool, gate_up: jax.Array | None = None,
+    weights: jax.Array, experts: Experts, wide: bool, kept: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
     """Calls a backward handler, whose first result has dx_shape; the last, its workspace, is dropped.
 
     wide: the gradients of the experts are the kernels' float32 sums, which are otherwise rounded once.
     """
     results = _gradient_results(spec, dx_shape, x, weights, experts, x.shape[0], wide=wide)
-    kept = () if gate_up is None else (gate_up,)
-    dx, d_weights, *d_experts, _ = ffi.call(
-        f"{name}_kept" if kept else name, results, x, dy, ids, weights, *kept, *experts,
-        attributes=spec.attributes() | {"wide": np.int32(wide)},
-    )  # fmt: skip
+    operands, attributes = (x, dy, ids, weights, *kept, *experts), spec.attributes() | {"wide": np.int32(wide)}
+    dx, d_weights, *d_experts, _ = ffi.call(name, results, *operands, attributes=attributes)
     gate, up, down, b_gate, b_up, b_down = d_experts
     return dx, d_weights, (gate, up, down, b_gate, b_up, b_down)
 

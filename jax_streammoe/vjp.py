@@ -82,25 +82,25 @@ attach.defvjp(_attach_forward, _attach_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def keeping(
-    spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`local.forward`; under differentiation it keeps gate and up of every route, which the backward then reads."""
-    return local.forward(spec, x, ids, weights, experts)
+def keeping(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
+    """y of `local.forward`; under differentiation gate and up of every route are kept, which the backward then reads.
+
+    No statistics: JAX would make cotangents for them, which it cannot do for Explicit axes outside of jit.
+    """
+    return local.forward(spec, x, ids, weights, experts)[0]
 
 
 def _keeping_forward(
     spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, Any]:
     operands = lax.stop_gradient((x, ids, weights, experts))
-    y, gate_up, expert_rows, counts = local.forward_kept(spec, *operands)
-    y, gate_up = _refusing(y, x, weights, experts), checkpoint_name(gate_up, GATE_UP_NAME)
-    return (y, expert_rows, counts), (x, ids, weights, gate_up, experts)
+    y, gate_up, _, _ = local.forward_kept(spec, *operands)
+    return _refusing(y, x, weights, experts), (x, ids, weights, checkpoint_name(gate_up, GATE_UP_NAME), experts)
 
 
-def _keeping_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _keeping_backward(spec: LayerSpec, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, ids, weights, gate_up, experts = residuals
-    x, dy, weights, gate_up, experts = first_order_only((x, cotangents[0], weights, gate_up, experts))
+    x, dy, weights, gate_up, experts = first_order_only((x, dy, weights, gate_up, experts))
     dx, d_weights, d_experts = local.backward_kept(spec, x, dy, ids, weights, gate_up, experts)
     return dx, None, d_weights, d_experts
 

@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_streammoe as sm
 from tests.helpers import oracle
-from tests.helpers.layers import HOWS, NAMES, assert_same_bits, layer, ring_for, run
+from tests.helpers.layers import HOWS, NAMES, RINGLESS, assert_same_bits, layer, ring_for, run
 
 SIZES = {"T": 22, "H": 40, "I": 24, "E": 6, "K": 3, "block_m": 8}
 F32 = SIZES | {"dtype": jnp.float32}
@@ -305,7 +305,7 @@ def test_second_order_is_refused_for_every_operand(rng, how, inner, outer):
 @pytest.mark.parametrize("how", [*HOWS, "kept"])
 def test_the_value_of_an_inner_vjp_has_no_gradient_of_zeros(rng, how):
     problem = oracle.make_problem(rng, **F32)
-    ring = None if how in ("moe", "kept") else ring_for(problem.config)
+    ring = None if how in RINGLESS else ring_for(problem.config)
 
     @functools.partial(jax.jit, donate_argnames="ring")
     def slope(x, ring):

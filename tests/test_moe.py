@@ -58,6 +58,21 @@ def test_gradients_from_the_gate_and_up_that_were_kept(rng, dtype, use_bias, act
         assert_same_bits(kept.grads, again.grads)
 
 
+@pytest.mark.core
+@each_activation
+def test_what_is_kept_does_not_overflow(rng, activation, limit):
+    """float16 holds 65504, its sums are float32: gate and up beyond it are kept as that, and no gradient is NaN."""
+    problem = oracle.make_problem(rng, **SIZES, dtype=jnp.float16, activation=activation, limit=limit)
+    problem = problem.replace(
+        x=np.abs(problem.x) * np.float16(16384), w_gate_up=-np.abs(problem.w_gate_up), dy=problem.dy / np.float16(256)
+    )
+    pre = problem.x.astype(np.float32) @ problem.w_gate_up.astype(np.float32)[problem.topk_ids[0, 0]]
+    assert (pre < -65504).any()
+    for how in ("moe", "kept"):
+        result = run(how, problem)
+        assert all(np.isfinite(a.astype(np.float32)).all() for a in (result.y, *result.grads.values())), how
+
+
 @each_activation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_streams_give_the_same_bits(rng, dtype, activation, limit):

@@ -174,6 +174,10 @@ def test_make_mesh_as_it_comes(rng):
     assert AxisType.Explicit in mesh.axis_types
     tokens = put(mesh, P("data", None), *problem.args[:3])
     experts = put(mesh, P(), *problem.args[3:])
+    for save_gate_up in (False, True):
+        one = lambda x, s=save_gate_up: sm.moe(x, *tokens[1:], *experts, config=problem.config, save_gate_up=s)
+        y, pullback = jax.vjp(one, tokens[0])
+        assert_same_bits((y, pullback(*put(mesh, P("data", None), problem.dy))[0]), (want.y, want.grads["x"]))
     assert_same_bits(sm.moe(*tokens, *experts, config=problem.config), want.y)
     step = jax.jit(lambda x: jax.vmap(lambda x: sm.moe(x, *tokens[1:], *experts, config=problem.config))(x))
     stacked = jax.device_put(np.stack([problem.x, problem.x]), NamedSharding(mesh, P(None, "data", None)))
@@ -183,13 +187,14 @@ def test_make_mesh_as_it_comes(rng):
 @pytest.mark.core
 @each_mesh
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_replicated_weights_get_the_summed_gradient(rng, mesh_of, axis_type, check_vma):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_inside_shard_map_replicated_weights_get_the_summed_gradient(rng, mesh_of, axis_type, check_vma, save_gate_up):
     problem = oracle.make_problem(rng, **F32, masked=0.1)
     want = oracle.backward(problem)
     mesh = mesh_of(4, "data", axis_type)
 
     def per_rank(x, ids, weights, w_gate_up, w_down):
-        return sm.moe(x, ids, weights, w_gate_up, w_down, config=problem.config)
+        return sm.moe(x, ids, weights, w_gate_up, w_down, config=problem.config, save_gate_up=save_gate_up)
 
     rows = P("data")
     call = jax.shard_map(per_rank, mesh=mesh, in_specs=(rows,) * 3 + (P(),) * 2, out_specs=rows, check_vma=check_vma)

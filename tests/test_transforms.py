@@ -20,6 +20,7 @@ from tests.helpers.layers import assert_same_bits, layer, ring_for, run
 SIZES = {"T": 24, "H": 40, "I": 24, "E": 6, "K": 3, "block_m": 8}
 F32 = SIZES | {"dtype": jnp.float32}
 TARGETS = ("forward", "backward", "combine")
+KEPT_TARGETS = ("forward_kept", "backward_kept")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "return_stats"))
@@ -201,12 +202,13 @@ def _checks(*names):
 
 
 @pytest.mark.core
-def test_export_round_trip_with_gradient(rng):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_export_round_trip_with_gradient(rng, save_gate_up):
     problem = oracle.make_problem(rng, **F32, masked=0.1)
-    want = run("moe", problem)
-    call = jax.jit(lambda x, w, a, b: sm.moe(x, problem.topk_ids, w, a, b, config=problem.config))
+    want, options = run("moe", problem), dict(config=problem.config, save_gate_up=save_gate_up)
+    call = jax.jit(lambda x, w, a, b: sm.moe(x, problem.topk_ids, w, a, b, **options))
     args = (problem.x, *problem.args[2:])
-    exported = export.export(call, disabled_checks=_checks(*TARGETS))(*args)
+    exported = export.export(call, disabled_checks=_checks(*TARGETS, *KEPT_TARGETS))(*args)
     again = export.deserialize(exported.serialize(vjp_order=1))
     assert_same_bits(again.call(*args), want.y)
     y, grads = jax.jit(functools.partial(value_and_grads, again.call, (0, 1, 2, 3), dy=problem.dy))(*args)

@@ -69,13 +69,27 @@ void add_bias(const float* bias, int64_t rows, int64_t columns, float* values) {
   }
 }
 
-// up: null when ungated.
+// up: null when ungated. In f16 what exceeds the range is the largest value, because the derivative of an infinity
+// would be NaN.
 void keep(const ExpertProblem& p, const RowTask* rows, int64_t count, const float* gate, const float* up) {
+  constexpr float kLargestF16 = 65504.0f;
+  static thread_local std::vector<float> scratch;
   const int64_t width = p.intermediate;
+  const auto store = [&](const float* values, void* out) {
+    if (p.dtype == DType::kF16) {
+      float* const clamped = grown(&scratch, width);
+      for (int64_t j = 0; j < width; ++j) {
+        const float v = values[j];  // NaN stays
+        clamped[j] = v > kLargestF16 ? kLargestF16 : v < -kLargestF16 ? -kLargestF16 : v;
+      }
+      values = clamped;
+    }
+    from_f32(p.dtype, values, width, out);
+  };
   for (int64_t i = 0; i < count; ++i) {
     if (rows[i].gate_up == nullptr) continue;
-    from_f32(p.dtype, gate + i * width, width, rows[i].gate_up);
-    if (up != nullptr) from_f32(p.dtype, up + i * width, width, element(p.dtype, rows[i].gate_up, width));
+    store(gate + i * width, rows[i].gate_up);
+    if (up != nullptr) store(up + i * width, element(p.dtype, rows[i].gate_up, width));
   }
 }
 

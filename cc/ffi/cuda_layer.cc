@@ -31,8 +31,8 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, initialize_impl, ffi::Ffi::Bind<ffi::Executi
 // gate_up: nullptr when nothing is kept.
 Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x,
                const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y, const ffi::AnyBuffer* gate_up,
-               const ffi::AnyBuffer& workspace) {
+               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y, const ffi::AnyBuffer& workspace,
+               const ffi::AnyBuffer* gate_up = nullptr) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
@@ -47,7 +47,7 @@ ffi::Error forward_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuff
                         ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
                         ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
-  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, *y, nullptr, *workspace));
+  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, *y, *workspace));
 }
 XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                        ffi::Ffi::Bind()
@@ -73,7 +73,7 @@ ffi::Error forward_kept_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::An
                              ffi::Result<ffi::AnyBuffer> workspace) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
   const ffi::AnyBuffer kept = *gate_up;
-  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, *y, &kept, *workspace));
+  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, *y, *workspace, &kept));
 }
 XLA_FFI_DEFINE_HANDLER(kForwardKept, forward_kept_impl,
                        ffi::Ffi::Bind()

@@ -14,7 +14,7 @@ namespace streammoe::ffi_glue {
 
 std::vector<CudaHandler> cuda_layer_handlers();
 // Enqueues the batch-ready layer: x [T, H], ids and weights [T, K] -> y [T, H]. capacity: rows per expert, -1 for all.
-// gate_up, unless null: [T, K, 2I], what enters the activations of the routes that are taken.
+// gate_up, unless null: [T, K, 2I], ungated [T, K, I], what enters the activations; zeros for routes not taken.
 Status cuda_forward(cudaStream_t stream, const ExpertProblem& problem, int64_t capacity, const ExpertWeights& weights,
                     const xla::ffi::AnyBuffer& x, const xla::ffi::AnyBuffer& ids,
                     const xla::ffi::AnyBuffer& topk_weights, const xla::ffi::AnyBuffer& y,

@@ -43,7 +43,7 @@ struct BackwardArgs {
   const void* dy = nullptr;             // [T, H]
   const int32_t* topk_ids = nullptr;    // [T, K]
   const float* topk_weights = nullptr;  // [T, K]
-  const void* gate_up = nullptr;        // [T, K, 2 I], as the forward kept it; nullptr: computed again
+  const void* gate_up = nullptr;        // [T, K, 2 I] ([T, K, I]), as the forward kept it; nullptr: computed again
   void* dx = nullptr;                   // [T, H], or:
   void* dx_rows = nullptr;              // [T, K, H] what each route adds to d_x, 0 where it is not taken
   float* d_weights = nullptr;           // [T, K]

@@ -46,8 +46,7 @@ GemmArgs product(const ExpertPass& pass, const Plan& plan) {
 GemmArgs up_product(const ExpertPass& pass, const Plan& plan) {
   GemmArgs gemm = product(pass, plan);
   gemm.a = pass.rows, gemm.out = pass.activations, gemm.depth = pass.hidden, gemm.width = pass.intermediate;
-  gemm.row_pair = pass.gather || pass.gate_up != nullptr ? plan.row_pair : nullptr;
-  gemm.gate_up = pass.gate_up;
+  gemm.row_pair = pass.gather ? plan.row_pair : nullptr;
   gemm.b0 = pass.weights.gate, gemm.b1 = pass.weights.up;
   gemm.bias0 = pass.weights.b_gate, gemm.bias1 = pass.weights.b_up;
   return gemm;
@@ -88,7 +87,11 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
                                                  : args.gather == Gather::kFused;
   const bool fused = fuse && args.gate_up == nullptr;
   if (!fused) {
-    const GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden};
+    GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden};
+    if (args.gate_up != nullptr) {
+      gather.cleared = args.gate_up;
+      gather.cleared_width = (is_gated(args.activation) ? 2 : 1) * args.intermediate;
+    }
     if (cudaError_t e = launch_gather_rows(gather, plan, stream); e != cudaSuccess) return e;
   }
 
@@ -96,9 +99,11 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
   pass.weights = args.weights, pass.num_experts = args.num_experts;
   pass.hidden = args.hidden, pass.intermediate = args.intermediate, pass.top_k = args.top_k;
   pass.dtype = args.dtype, pass.activation = args.activation, pass.limit = args.limit, pass.num_sms = args.num_sms;
-  pass.rows = fused ? args.x : rows, pass.gather = fused, pass.gate_up = args.gate_up;
+  pass.rows = fused ? args.x : rows, pass.gather = fused;
   pass.activations = act, pass.out = rows, pass.scatter = false;
-  if (cudaError_t e = launch_gemm_up_sm90(up_product(pass, plan), stream); e != cudaSuccess) return e;
+  GemmArgs up = up_product(pass, plan);
+  if (args.gate_up != nullptr) up.gate_up = args.gate_up, up.row_pair = plan.row_pair;
+  if (cudaError_t e = launch_gemm_up_sm90(up, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_down_sm90(down_product(pass, plan), stream); e != cudaSuccess) return e;
 
   const CombineArgs combine{rows, args.topk_weights, args.y, args.num_tokens, args.top_k, args.hidden, args.dtype};

@@ -7,10 +7,11 @@
 // reaches into the next expert. A is a matrix of sorted rows, loaded by TMA, or gathered, row r being x[row_pair[r] /
 // top_k], by threads with cp.async, because TMA on this part cannot gather rows. Out is a matrix of sorted rows,
 // written by TMA, or scattered, row r going to out[row_pair[r]], by threads; then rows past the count are not written.
-// The bits are the same. Shape: persistent clusters of 2 CTAs; tile 128 x 256 x 64; four 48-KB stages; a producer
-// warpgroup and two math warpgroups of 64 rows each that do not wait for each other, so that one's epilogue hides
-// behind the other's wgmma. Gated: the 256 columns are 128 of gate and 128 of up, which so meet in one thread's
-// registers. Trade-off: 224 KB of shared memory, one CTA per SM; the output is staged 16 KB at a time per warpgroup.
+// The bits are the same. kKeep: what enters the activation is scattered as well, before it (keep_tile). Shape:
+// persistent clusters of 2 CTAs; tile 128 x 256 x 64; four 48-KB stages; a producer warpgroup and two math warpgroups
+// of 64 rows each that do not wait for each other, so that one's epilogue hides behind the other's wgmma. Gated: the
+// 256 columns are 128 of gate and 128 of up, which so meet in one thread's registers. Trade-off: 224 KB of shared
+// memory, one CTA per SM; the output is staged 16 KB at a time per warpgroup.
 #pragma once
 
 #include <cuda.h>

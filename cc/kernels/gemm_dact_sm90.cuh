@@ -6,10 +6,11 @@
 // all elsewhere. Shape: gemm_core_sm90.cuh's, with depth H twice: k steps of x with W_gate and W_up, then of dy with
 // W_down read along its rows. The two products have accumulators of their own and follow each other without a pause.
 // The epilogue goes 8 columns at a time into boxes of 32: a math thread holds 192 accumulators of its 232 registers.
-// Kept gate and up: the first product falls away, and a thread reads its part of them, 64 registers, instead.
-// Trade-off: no gate and up in memory. Stored in float32, as the bits ask for (the forward rounds only a), they are 8
-// bytes per element written and read: 0.9 GB at qwen3-30b, 4 GB at mixtral and 2 GB more of workspace. The price: dy
-// meets 128 columns at a time and not 256, so that a third of the work needs a third more bytes from L2.
+// With kept gate and up the first product falls away, and a thread reads its part of them, 64 registers, instead.
+// Trade-off of computing them again: no gate and up in memory. Stored in float32, as the bits ask for (the forward
+// rounds only a), they are 8 bytes per element written and read: 0.9 GB at qwen3-30b, 4 GB at mixtral and 2 GB more of
+// workspace. The price: dy meets 128 columns at a time and not 256, so that a third of the work needs a third more
+// bytes from L2.
 #pragma once
 
 #include <type_traits>

@@ -91,7 +91,8 @@ __device__ __forceinline__ void store_tile(float (&acc)[128], const CUtensorMap&
     const uint32_t buffer = staging + (box & 1) * kBoxBytes;
     uint32_t packed[4][4];
     pack_box<kType, kGated, kActivate, kActivation>(packed, acc, box, p.limit);
-    // The store that read this buffer two boxes ago is done reading; the barrier tells the other threads.
+    // The store that read this buffer two boxes ago is done reading; the barrier tells the other threads, and comes
+    // after their loads in keep_tile.
     if (issuer) tma_store_wait_read<1>();
     named_barrier_sync(1 + group, 128);
 #pragma unroll
@@ -168,7 +169,9 @@ __device__ __forceinline__ void scatter_tile(float (&acc)[128], const int32_t (&
   }
 }
 
-// Before the epilogue in sorted order: gate and up as they enter the activation, rounded, to their pairs' rows.
+// Before the epilogue in sorted order: gate and up as they enter the activation, rounded, to their pairs' rows; in f16
+// what exceeds the range is the largest value, because the derivative of an infinity would be NaN. It ends with loads
+// from both buffers: store_tile's first barrier is what lets others write there.
 template <DType kType, bool kGated>
 __device__ __forceinline__ void keep_tile(const float (&acc)[128], const int32_t (&pairs)[kScatterSteps],
                                           const GemmParams& p, const Tile& tile, int group, int warp, int lane,
@@ -186,6 +189,8 @@ __device__ __forceinline__ void keep_tile(const float (&acc)[128], const int32_t
   for (int box = 0; box < 4; ++box) {
     uint32_t packed[4][4];
     pack_box<kType, false, false, Activation::kSiLU>(packed, acc, box, 0.0f);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) packed[i >> 2][i & 3] = Element<kType>::saturate(packed[i >> 2][i & 3]);
     const int32_t first = 64 * (kGated ? box & 1 : box);  // gated: two boxes of gate, two of up
     const int64_t offset = (kGated && box >= 2 ? p.n_size : 0) + first;
     const uint32_t buffer = warp_rows(staging, warp) + (box & 1) * kBoxBytes;

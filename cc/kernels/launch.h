@@ -69,6 +69,8 @@ struct GatherArgs {
   const void* x = nullptr;
   void* rows = nullptr;
   int64_t num_tokens = 0, top_k = 0, hidden = 0;
+  void* cleared = nullptr;  // [T, K, cleared_width]: zeroed where a route is not taken; nullptr: nothing is
+  int64_t cleared_width = 0;
 };
 cudaError_t launch_gather_rows(const GatherArgs& args, const Plan& plan, cudaStream_t stream);
 
@@ -121,7 +123,6 @@ struct ExpertPass {
   float limit = std::numeric_limits<float>::infinity();
   const void* rows = nullptr;
   bool gather = true;
-  void* gate_up = nullptr;  // [pairs, 2 I] or [pairs, I]: kept for the backward, not with `gather`; nullptr: not kept
   void* activations = nullptr;
   void* out = nullptr;
   bool scatter = true;
@@ -158,7 +159,7 @@ struct ForwardArgs {
   const int32_t* topk_ids = nullptr;
   const float* topk_weights = nullptr;
   void* y = nullptr;
-  void* gate_up = nullptr;  // [T, K, 2 I], ungated [T, K, I]: written for the routes that are taken; nullptr: not kept
+  void* gate_up = nullptr;  // [T, K, 2 I], ungated [T, K, I]; zeros where a route is not taken; nullptr: not kept
   ExpertWeights weights;
   int64_t num_tokens = 0, top_k = 0, hidden = 0, intermediate = 0, num_experts = 0;
   Activation activation = Activation::kSwiGLU;

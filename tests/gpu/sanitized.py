@@ -59,6 +59,9 @@ CALLS = {
     "gradient": Call(WAVES | dict(use_bias=True), gradient=True),
     "gradient_half": Call(FEW | dict(dtype=jnp.float16, use_bias=True, activation="relu2", capacity=4), gradient=True),
     "gradient_kept": Call(WAVES | dict(use_bias=True), gradient=True, save_gate_up=True),
+    "gradient_kept_half": Call(
+        FEW | dict(dtype=jnp.float16, use_bias=True, activation="relu2", capacity=4), gradient=True, save_gate_up=True
+    ),
 }
 
 

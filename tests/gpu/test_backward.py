@@ -123,6 +123,28 @@ def test_capacity_duplicates_and_one_expert_from_what_was_kept(rng):
 
 
 @each_dtype
+@pytest.mark.parametrize("activation", ["swigluoai", "gelu"])
+def test_what_is_kept(rng, activation, dtype):
+    """What enters the activation, rounded, finite, and zeros of routes that are not taken: never what memory held."""
+    problem = oracle.make_problem(rng, **SIZES["odd"], masked=0.2, invalid=0.1, activation=activation, dtype=dtype)
+    problem.x[5] *= np.float16(20000)
+    spec = ops.LayerSpec(problem.config, problem.config.num_experts)
+    experts = ops.pack_experts(problem.w_gate_up, problem.w_down, None, None)
+    args = (problem.x, problem.topk_ids, problem.topk_weights, tuple(map(jnp.asarray, experts)))
+    y, gate_up, *_ = jax.jit(functools.partial(local.forward_kept, spec))(*args)
+    assert_same_bits(y, run("moe", problem, grad=False).y)
+    kept = oracle.kept_routes(problem)
+    gate_up = np.asarray(gate_up).reshape(*kept.shape, -1)
+    assert_zero(gate_up[~kept])
+    want = np.stack([problem.x[t].astype(np.float64) @ problem.w_gate_up[problem.topk_ids[t, k]].astype(np.float64)
+                     for t, k in np.argwhere(kept)])  # fmt: skip
+    if dtype == jnp.float16:
+        assert (np.abs(want) > 65504).any()
+        want = np.clip(want, -65504, 65504)
+    np.testing.assert_allclose(gate_up[kept].astype(np.float64), want, rtol=2e-2, atol=2e-2)
+
+
+@each_dtype
 def test_bits_from_what_was_kept(rng, dtype):
     """Twenty times the same; those of packed and of split weights; and a masked token of NaN reaches nothing."""
     problem = oracle.make_problem(rng, **SIZES["many experts"], masked=0.2, use_bias=True, dtype=dtype)

@@ -19,6 +19,7 @@ import jax_streammoe as sm
 from tests.helpers import oracle
 
 HOWS = ("moe", "serial", "overlap")
+RINGLESS = ("moe", "kept")
 CHUNK_TOKENS, NUM_SLOTS = 8, 3
 NAMES = ("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
 _numbers = itertools.count()
@@ -48,7 +49,7 @@ def layer(
     experts = (operands["w_gate_up"], operands["w_down"])
     options = {"config": config, "num_valid": num_valid, "checks": checks, "return_stats": True}
     options |= {name: operands.get(name) for name in ("b_gate_up", "b_down")}
-    if how in ("moe", "kept"):
+    if how in RINGLESS:
         return *sm.moe(x, ids, weights, *experts, **options, save_gate_up=how == "kept"), ring
     y, ring, info = sm.stream_moe(
         x, lambda _, *routes: routes, *experts, ring=ring, token_args=(ids, weights), policy=how, chunks=None, **options
@@ -73,7 +74,7 @@ def run(how: str, problem: oracle.Problem, *, num_valid: Any = None, checks: boo
     """Runs a problem; checks that every gradient has its primal's shape and dtype."""
     operands = {name: getattr(problem, name) for name in NAMES if getattr(problem, name) is not None}
     config, ring = problem.config, None
-    if how not in ("moe", "kept"):
+    if how not in RINGLESS:
         ring = _rings.pop(config, None) or ring_for(config)  # lost when the call raises
     y, stats, grads, ring = _run(how, config, checks, grad, ring, problem.topk_ids, operands, problem.dy, num_valid)
     y, stats, grads = jax.tree.map(np.asarray, jax.block_until_ready((y, stats, grads)))

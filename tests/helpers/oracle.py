@@ -200,6 +200,8 @@ def _run(
             e = p.topk_ids[t, k]
             pre = x[t] @ w1[e] + b1[e]
             if kept_pre:
+                if cfg.dtype == np.float16:
+                    pre = np.clip(pre, -65504, 65504)
                 pre = pre.astype(cfg.dtype).astype(F64)
             gate, up = pre[:half], (pre[half:] if cfg.is_gated else None)
             a, da_dgate, da_dup = _activation(cfg, gate, up)
