@@ -75,7 +75,7 @@ def moe(
     Returns y [..., H] in x's dtype, or (y, Stats). A token without a valid route gets exactly 0.
 
     Gradients: x, topk_weights (non-zero also where a weight is 0), weights, biases; first order, reverse mode.
-    Determinism: same bits every time, and the same bits as a stream over the same tokens.
+    Determinism: same bits every time, and the same bits as a stream over the same tokens (with save_gate_up, of y).
     Memory: T*K rows of H beside the operands. Raises TypeError or ValueError naming the argument.
     """
     return _moe(
