@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import api, checks, exchange, local, vjp
+from . import api, checks, exchange, local, ops, vjp
 from .config import MoEConfig
 from .ops import LayerSpec
 from .varying import part_axes, vary_together
@@ -66,13 +66,15 @@ def accumulate_gradients(
     else:
         out = local.backward(spec, token, args.x, dy, args.ids, args.weights, args.experts, wide=True)
     _, dx, d_weights, (gate, up, down, b_gate, b_up, b_down_) = out
-    gradients = {"w_gate_up": (gate, up), "w_down": (down,), "b_gate_up": (b_gate, b_up), "b_down": (b_down_,)}
+    split = isinstance(w_gate_up, (tuple, list))  # so are the biases' gradients then, whatever form these came in
+    gradients = {"w_gate_up": (gate, up) if split else gate, "w_down": down}
+    gradients |= {"b_gate_up": (b_gate, b_up) if split else b_gate, "b_down": b_down_}
     sums = {name: _added(value, gradients[name]) for name, value in accumulators.items()}
     return dx.reshape(x.shape), d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype), sums
 
 
-def _added(value: Any, gradients: tuple[jax.Array, ...]) -> Any:
-    """The sums of one tensor, or of a pair, and its gradients; an array is the first of them."""
+def _added(value: Any, gradient: Any) -> Any:
+    """The sums of one tensor, or of a pair, and its gradient."""
     if isinstance(value, (tuple, list)):
-        return tuple(jnp.add(a, g) for a, g in zip(value, gradients, strict=True))
-    return jnp.add(value, gradients[0])
+        return tuple(jnp.add(a, g) for a, g in zip(value, ops.split_gate_up(gradient), strict=True))
+    return jnp.add(value, ops.join_gate_up(gradient))

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
 
-from . import checks, local, ops, vjp
+from . import checks, cuda, local, ops, vjp
 from .config import MoEConfig
 from .ops import Experts, LayerSpec
 from .routing import IDS_NAME, WEIGHTS_NAME
@@ -51,6 +51,7 @@ class Prepared(NamedTuple):
 def moe(
     x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, w_gate_up: Any, w_down: jax.Array, *, config: MoEConfig,
     b_gate_up: Any = None, b_down: Any = None, num_valid: Any = None, checks: bool = False, return_stats: bool = False,
+    save_gate_up: bool = False,
 ) -> Any:  # fmt: skip
     """Applies a Mixture-of-Experts layer to tokens whose routes are all known.
 
@@ -66,21 +67,26 @@ def moe(
       num_valid: tokens that exist, an int or int32 scalar; later ones are masked. None: all.
       checks: an id outside -1..E-1 is an error that names token, slot and value (on CPU; CUDA only counts it).
       return_stats: also return `Stats`.
+      save_gate_up: under differentiation, keep what enters the activation for the backward instead of computing it
+        again: T*K*2I elements of x's dtype (ungated: T*K*I) per layer for a quarter fewer products of the backward.
+        Gradients then come from the rounded values (float16: at most 65504), and have bits of their own where that
+        rounds. float32 on a GPU computes it again all the same.
 
     Returns y [..., H] in x's dtype, or (y, Stats). A token without a valid route gets exactly 0.
 
     Gradients: x, topk_weights (non-zero also where a weight is 0), weights, biases; first order, reverse mode.
-    Determinism: same bits every time, and the same bits as a stream over the same tokens.
+    Determinism: same bits every time, and the same bits as a stream over the same tokens (with save_gate_up, of y).
     Memory: T*K rows of H beside the operands. Raises TypeError or ValueError naming the argument.
     """
     return _moe(
-        x, topk_ids, topk_weights, w_gate_up, w_down, config, b_gate_up, b_down, num_valid, checks, return_stats
-    )
+        x, topk_ids, topk_weights, w_gate_up, w_down, config, b_gate_up, b_down, num_valid, checks, return_stats,
+        save_gate_up,
+    )  # fmt: skip
 
 
 def _moe(
     x: Any, topk_ids: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, config: MoEConfig, b_gate_up: Any,
-    b_down: Any, num_valid: Any, check_ids: bool, return_stats: bool,
+    b_down: Any, num_valid: Any, check_ids: bool, return_stats: bool, save_gate_up: bool,
 ) -> Any:  # fmt: skip
     check_context("moe")
     experts = config.num_experts if isinstance(config, MoEConfig) else 0
@@ -88,8 +94,12 @@ def _moe(
     args = prepare(x, topk_ids, topk_weights, w_gate_up, w_down, b_gate_up, b_down, num_valid)
     args = vary_together(args)
     spec = LayerSpec(config, config.num_experts, checks=check_ids)
-    y, expert_rows, counts = local.forward(spec, *lax.stop_gradient(args))
-    y, _ = vjp.attach(vjp.GradientSpec(spec), named_y(y), *args, vjp.new_token(args.x))
+    if save_gate_up:
+        y = named_y(vjp.keeping(spec, *args))
+        expert_rows, counts = cuda.count_routes(spec, args.ids)
+    else:
+        y, expert_rows, counts = local.forward(spec, *lax.stop_gradient(args))
+        y, _ = vjp.attach(vjp.GradientSpec(spec), named_y(y), *args, vjp.new_token(args.x))
     return (y, stats_of(expert_rows, counts)) if return_stats else y
 
 
@@ -161,8 +171,9 @@ def checkpoint_policy(base: Any = None) -> Any:
     """Returns a policy for `jax.checkpoint` that saves what a layer cannot compute twice, beside what `base` saves.
 
     A functional ring is used up by the forward call, so y must be saved whenever a non-linear operation follows inside
-    the block; ids and weights are saved with it, so that top-k never runs twice. Saved per layer: T*H elements of y and
-    T*K ids and weights.
+    the block; ids and weights are saved with it, so that top-k never runs twice, and so are the gate and up of a layer
+    with `save_gate_up`, named `streammoe_gate_up`. Saved per layer: T*H elements of y, T*K ids and weights, and T*K*2I
+    elements of gate and up where asked for.
     """
-    names = jax.checkpoint_policies.save_only_these_names(Y_NAME, IDS_NAME, WEIGHTS_NAME)
+    names = jax.checkpoint_policies.save_only_these_names(Y_NAME, IDS_NAME, WEIGHTS_NAME, vjp.GATE_UP_NAME)
     return names if base is None else jax.checkpoint_policies.save_from_both_policies(base, names)

@@ -69,6 +69,18 @@ def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, e
     return ffi.call("forward", results, x, ids, weights, *experts, attributes=spec.attributes())[0]
 
 
+def forward_kept(
+    spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
+) -> tuple[jax.Array, jax.Array]:
+    """As `forward` -> y, gate_up [T, K * 2I]: what enters the activations, zeros where plain JAX does the work."""
+    gate_up = ops.gate_up_like(spec, x, ids)
+    if not has_kernels(spec):
+        return _reference(spec, ids, x, weights, experts), jnp.zeros_like(x, shape=gate_up.shape)
+    results = (ffi.like(x, x.shape, x.dtype), gate_up, _workspace(spec, x))
+    y, kept, _ = ffi.call("forward_kept", results, x, ids, weights, *experts, attributes=spec.attributes())
+    return y, kept
+
+
 def ring_forward(
     spec: StreamSpec, mem: jax.Array, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> tuple:
@@ -173,11 +185,12 @@ def _workspace(spec: LayerSpec, x: jax.Array, like: jax.Array | None = None, *, 
 
 def backward(
     spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts,
-    wide: bool = False,
+    wide: bool = False, gate_up: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
     """x, dy [T, H], ids [T, K] int32, weights [T, K] f32 -> dx [T, H], d_weights [T, K] f32, gradients of `experts`.
 
-    wide: these are float32, where there are kernels the sums before they are rounded.
+    wide: these are float32, where there are kernels the sums before they are rounded. gate_up: of `forward_kept`;
+    without it the kernels compute gate and up again, as plain JAX always does.
 
     The kernels' memory beside the results: 2 R (2 H + 3 I) bytes (2 I, ungated), and 4 R (1 + I / 64), of R = T * K
     rows and up to 127 more for each expert that has rows.
@@ -186,7 +199,8 @@ def backward(
         _, pullback = jax.vjp(lambda *args: _reference(spec, ids, *args), x, weights, experts)
         dx, d_weights, d_experts = pullback(dy)
         return dx, d_weights, widened(d_experts) if wide else d_experts
-    return _gradients("backward", spec, x.shape, x, dy, ids, weights, experts, wide)
+    name, kept = ("backward", ()) if gate_up is None else ("backward_kept", (gate_up,))
+    return _gradients(name, spec, x.shape, x, dy, ids, weights, experts, wide, kept)
 
 
 def ring_backward(
@@ -214,14 +228,14 @@ def ring_backward(
 
 def _gradients(
     name: str, spec: LayerSpec, dx_shape: tuple[int, ...], x: jax.Array, dy: jax.Array, ids: jax.Array,
-    weights: jax.Array, experts: Experts, wide: bool,
+    weights: jax.Array, experts: Experts, wide: bool, kept: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
     """Calls a backward handler, whose first result has dx_shape; the last, its workspace, is dropped.
 
     wide: the gradients of the experts are the kernels' float32 sums, which are otherwise rounded once.
     """
     results = _gradient_results(spec, dx_shape, x, weights, experts, x.shape[0], wide=wide)
-    operands, attributes = (x, dy, ids, weights, *experts), spec.attributes() | {"wide": np.int32(wide)}
+    operands, attributes = (x, dy, ids, weights, *kept, *experts), spec.attributes() | {"wide": np.int32(wide)}
     dx, d_weights, *d_experts, _ = ffi.call(name, results, *operands, attributes=attributes)
     gate, up, down, b_gate, b_up, b_down = d_experts
     return dx, d_weights, (gate, up, down, b_gate, b_up, b_down)

@@ -42,7 +42,7 @@ def doctor() -> list[Finding]:
     else:
         findings.append(Finding("several processes", False, "/dev/shm is missing"))
     why = _why_no_cuda()
-    kernels = "sm_90a kernels: bfloat16 and float16 forward, batch-ready and streamed; the rest in JAX"
+    kernels = "sm_90a kernels in bfloat16 and float16, forward and backward; float32 in plain JAX"
     findings.append(Finding("CUDA backend", not why, why or kernels))
     return findings
 

@@ -2,10 +2,11 @@
 
 Contract: `forward` and `backward` are plain operations (vjp.py ties them together). Under vmap over tokens the axis is
 folded into the tokens: one call. When weights are mapped, or a capacity counts the tokens of a call, the axis is
-walked with lax.map. Under plain jit with sharded tokens each shard stays where it is and statistics and weight
-gradients are summed over the shards; sharded experts are refused, because XLA would gather them without a word.
-`rows`, `combine`, `check_ids` and `rows_backward` are for exchange.py, inside of shard_map. A `wide` backward returns
-float32 gradients of the experts. All of these choose by the platform that a program is lowered for.
+walked with lax.map. Under plain jit with sharded tokens each shard stays where it is (partition.py), and statistics and
+weight gradients are summed over the shards.
+`forward_kept` and `backward_kept` are the pair that keeps gate and up in between. `rows`, `combine`, `check_ids` and
+`rows_backward` are for exchange.py, inside of shard_map. A `wide` backward returns float32 gradients of the experts.
+All of these choose by the platform that a program is lowered for.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
-from jax.sharding import PartitionSpec as P
 
 from . import cuda, ffi, ops
 from .ops import Experts, LayerSpec
-from .varying import spec_axes
+from .partition import partitioned
 
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
     """x [..., H], ids [..., K], weights [..., K] f32 -> y [..., H], expert_rows [L] i32, counts [3] i32."""
-    return _forward(spec)(x, ids, weights, *experts)
+    return _forward(spec, False)(x, ids, weights, *experts)
+
+
+def forward_kept(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
+    """As `forward` -> y, gate_up [..., K * 2I] (ungated: K * I) of the layer's dtype, expert_rows, counts."""
+    return _forward(spec, True)(x, ids, weights, *experts)
 
 
 def backward(
@@ -41,6 +44,15 @@ def backward(
     """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors (f32 if `wide`)."""
     token, dx, d_weights, *d_experts = _backward(spec, wide)(token, x, dy, ids, weights, *experts)
     return token, dx, d_weights, tuple(d_experts)
+
+
+def backward_kept(
+    spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array,
+    experts: Experts,
+) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
+    """As `backward`, with the gate_up of `forward_kept` -> dx, d_weights, the gradients of the experts."""
+    dx, d_weights, *d_experts = _backward_from_kept(spec)(x, dy, ids, weights, gate_up, *experts)
+    return dx, d_weights, tuple(d_experts)
 
 
 def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
@@ -79,26 +91,28 @@ def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax
 
 
 @functools.cache
-def _forward(spec: LayerSpec) -> Callable[..., tuple]:
-    def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-        y, expert_rows, counts = _on_platform(
-            _forward_cpu, _forward_cuda, spec, *map(_rows, (x, ids, weights)), *experts
-        )
-        return y.reshape(x.shape), expert_rows, counts
+def _forward(spec: LayerSpec, keep: bool) -> Callable[..., tuple]:
+    on_cpu, on_cuda = (_forward_kept_cpu, _forward_kept_cuda) if keep else (_forward_cpu, _forward_cuda)
 
-    run = custom_vmap(_partitioned(call, spec, token_args=range(3), token_results=(True, False, False)))
+    def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+        *of_tokens, expert_rows, counts = _on_platform(on_cpu, on_cuda, spec, *map(_rows, (x, ids, weights)), *experts)
+        return *(a.reshape(*x.shape[:-1], a.shape[-1]) for a in of_tokens), expert_rows, counts
+
+    token_results = (True, True, False, False) if keep else (True, False, False)
+    run = custom_vmap(partitioned(call, spec, token_args=range(3), token_results=token_results))
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
         experts = args[3:]
+        batched_results = (True,) * len(token_results)
         if any(batched[3:]) or spec.config.capacity is not None:
-            return _walk(run, batched, args), (True,) * 3
+            return _walk(run, batched, args), batched_results
         tokens = [
             a if b else jnp.broadcast_to(a[None], (size, *a.shape)) for a, b in zip(args[:3], batched, strict=False)
         ]
-        y, _, _ = run(*tokens, *experts)
+        *of_tokens, _, _ = run(*tokens, *experts)
         rows, counts = jax.vmap(functools.partial(cuda.count_routes, spec))(tokens[1])
-        return (y, rows, counts), (True,) * 3
+        return (*of_tokens, rows, counts), batched_results
 
     return run
 
@@ -115,12 +129,30 @@ def _backward(spec: LayerSpec, wide: bool) -> Callable[..., tuple]:
         return token, dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
 
     token_results = (None, True, True) + (False,) * 6
-    run = custom_vmap(_partitioned(call, spec, token_args=range(1, 5), token_results=token_results))
+    run = custom_vmap(partitioned(call, spec, token_args=range(1, 5), token_results=token_results))
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
         # Each example has weight gradients of its own, so there is nothing to fold.
         return _walk(run, batched, args), (True,) * 9
+
+    return run
+
+
+@functools.cache
+def _backward_from_kept(spec: LayerSpec) -> Callable[..., tuple]:
+    def call(x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *rest: jax.Array) -> tuple:
+        gate_up, *experts = rest
+        rows = map(_rows, (x, dy, ids, weights, gate_up))
+        dx, d_weights, *d_experts = _on_platform(_backward_kept_cpu, _backward_kept_cuda, spec, *rows, *experts)
+        return dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
+
+    token_results = (True, True) + (False,) * 6
+    run = custom_vmap(partitioned(call, spec, token_args=range(5), token_results=token_results))
+
+    @run.def_vmap
+    def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
+        return _walk(run, batched, args), (True,) * 8  # as in _backward
 
     return run
 
@@ -140,6 +172,15 @@ def _forward_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Ar
     return cuda.forward(spec, x, ids, weights, experts), *cuda.count_routes(spec, ids)  # type: ignore[arg-type]
 
 
+def _forward_kept_cpu(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+    return ops.forward_kept(spec, x, ids, weights, experts)  # type: ignore[arg-type]
+
+
+def _forward_kept_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
+    kept = cuda.forward_kept(spec, x, ids, weights, experts)  # type: ignore[arg-type]
+    return *kept, *cuda.count_routes(spec, ids)
+
+
 def _backward_cpu(
     wide: bool,
     spec: LayerSpec,
@@ -152,9 +193,7 @@ def _backward_cpu(
 ) -> tuple:
     of_rows: Callable[..., tuple] = _wide_rows_cpu if wide else ops.backward
     token, dx_rows, d_weights, d_experts = of_rows(spec, token, x, dy, ids, weights, experts)
-    # A route dropped by capacity has a zero row, so it needs no flag here.
-    ids = _owned(spec, ids)
-    return token, ops.combine(spec, dx_rows, ids, *_unweighted(ids)), d_weights, *d_experts
+    return token, _sum_rows_cpu(spec, dx_rows, ids), d_weights, *d_experts
 
 
 def _backward_cuda(
@@ -169,6 +208,38 @@ def _backward_cuda(
 ) -> tuple:
     dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, wide)  # type: ignore[arg-type]
     return token, dx, d_weights, *d_experts
+
+
+def _backward_kept_cpu(
+    spec: LayerSpec,
+    x: jax.Array,
+    dy: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    *experts: jax.Array,
+) -> tuple:
+    dx_rows, d_weights, d_experts = ops.backward_kept(spec, x, dy, ids, weights, gate_up, experts)  # type: ignore[arg-type]
+    return _sum_rows_cpu(spec, dx_rows, ids), d_weights, *d_experts
+
+
+def _backward_kept_cuda(
+    spec: LayerSpec,
+    x: jax.Array,
+    dy: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    *experts: jax.Array,
+) -> tuple:
+    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, gate_up=gate_up)  # type: ignore[arg-type]
+    return dx, d_weights, *d_experts
+
+
+def _sum_rows_cpu(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax.Array:
+    # A route dropped by capacity has a zero row, so it needs no flag here.
+    ids = _owned(spec, ids)
+    return ops.combine(spec, dx_rows, ids, *_unweighted(ids))
 
 
 def _wide_rows_cpu(
@@ -205,124 +276,3 @@ def _walk(run: Callable[..., Any], batched: Sequence[bool], args: Sequence[jax.A
         return run(*(next(rest) if b else a for a, b in zip(args, batched, strict=True)))
 
     return lax.map(one, mapped)
-
-
-def _partitioned(
-    call: Callable[..., tuple], spec: LayerSpec, *, token_args: range, token_results: Sequence[bool | None]
-) -> Callable[..., tuple]:
-    """`call` with rows of tokens kept where they are; results that are not rows are summed over the shards.
-
-    The arguments at `token_args` are rows of tokens [..., n] with equal leading dimensions, x first, those behind them
-    the experts, others whole. `token_results`: per result, True for rows of tokens, False for a sum over tokens, None
-    for neither.
-    """
-    wrapped = custom_partitioning(call)
-
-    def token_spec(args: Sequence[Any]) -> P:
-        """How the leading dimensions lie over the mesh."""
-        leading = (_leading(args[n]) for n in token_args)
-        parts = next((p for p in leading if any(part is not None for part in p)), P())
-        axes = spec_axes(parts)
-        if axes and spec.config.capacity is not None:
-            raise ValueError(
-                f"moe: tokens are sharded over {axes} under plain jit, but capacity counts the tokens of all shards; "
-                "use expert_parallel, or leave the tokens replicated"
-            )
-        for arg in args[token_args.stop :]:
-            if any(part is not None for part in _spec_of(arg)):
-                raise ValueError(
-                    f"moe: expert tensor of shape {arg.shape} is sharded as {_spec_of(arg)} under plain jit, where it "
-                    "would be gathered; use expert_parallel (accumulate_gradients: jax.shard_map and axis_name=), or "
-                    "replicate it first with jax.lax.with_sharding_constraint"
-                )
-        return parts
-
-    def local_call(axes: tuple[str, ...]) -> Callable[..., tuple]:
-        def local(*args: jax.Array) -> tuple:
-            out = call(*args)
-            return tuple(
-                lax.psum(o, axes) if axes and kind is False else o for o, kind in zip(out, token_results, strict=True)
-            )
-
-        return local
-
-    def specs(rows: P, args: Sequence[Any]) -> tuple[tuple[P, ...], tuple[P, ...]]:
-        arg_specs = tuple(rows if n in token_args else P() for n in range(len(args)))
-        return arg_specs, tuple(rows if kind else P() for kind in token_results)
-
-    def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
-        del result_shapes
-        rows = token_spec(arg_shapes)
-        arg_specs, result_specs = specs(rows, arg_shapes)
-        on_mesh = functools.partial(NamedSharding, mesh)
-        return mesh, local_call(spec_axes(rows)), tuple(map(on_mesh, result_specs)), tuple(map(on_mesh, arg_specs))
-
-    def rule(mesh: Any, args: Any, results: Any) -> str:
-        # Only leading dimensions of tokens are shared by operands and results; every other one has a factor of its own.
-        del mesh
-        names = [
-            " ".join(f"t{d}" if token and d < len(a.shape) - 1 else f"f{n}d{d}" for d in range(len(a.shape)))
-            for n, (token, a) in enumerate(
-                [(n in token_args, a) for n, a in enumerate(args)]
-                + [(bool(kind), a) for kind, a in zip(token_results, results, strict=True)]
-            )
-        ]
-        return ", ".join(names[: len(args)]) + " -> " + ", ".join(names[len(args) :])
-
-    wrapped.def_partition(partition=partition, sharding_rule=rule)
-
-    def run(*args: jax.Array) -> tuple:
-        if get_abstract_mesh().manual_axes:
-            return call(*args)
-        types = [jax.typeof(a) for a in args]
-        mesh = next((t.sharding.mesh for t in types if AxisType.Explicit in t.sharding.mesh.axis_types), None)
-        if mesh is None:
-            return wrapped(*args)
-        if mesh.auto_axes:
-            raise ValueError(
-                f"moe: under plain jit the mesh axes must be all Auto or all Explicit, got {mesh.axis_types}"
-            )
-        # Shardings are in the types: the partitioner has no say, and custom_partitioning does not know them.
-        rows = token_spec(types)
-        return jax.jit(functools.partial(_shard_map, local_call(spec_axes(rows)), mesh, *specs(rows, types)))(*args)
-
-    return run
-
-
-def _shard_map(
-    local: Callable[..., tuple], mesh: Any, arg_specs: tuple[P, ...], result_specs: tuple[P, ...], *args: jax.Array
-) -> tuple:
-    """`local` per shard on an Explicit mesh.
-
-    Empty operands and results (absent biases, T = 0) stay outside: JAX 0.11's partitioner crashes on them.
-    """
-    per_shard = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    args = tuple(jax.sharding.reshard(a, NamedSharding(mesh, s)) for a, s in zip(args, arg_specs, strict=True))
-    results = jax.eval_shape(per_shard(local, in_specs=arg_specs, out_specs=result_specs), *args)
-    args_in, results_out = ([n for n, a in enumerate(arrays) if a.size] for arrays in (args, results))
-
-    def present(*values: jax.Array) -> tuple:
-        given = dict(zip(args_in, values, strict=True))
-        out = local(*(given[n] if n in given else jnp.zeros(a.shape, a.dtype) for n, a in enumerate(args)))
-        return tuple(out[n] for n in results_out)
-
-    in_specs, out_specs = tuple(arg_specs[n] for n in args_in), tuple(result_specs[n] for n in results_out)
-    out = per_shard(present, in_specs=in_specs, out_specs=out_specs)(*(args[n] for n in args_in))
-    given = dict(zip(results_out, out, strict=True))
-    return tuple(given[n] if n in given else jnp.zeros(r.shape, r.dtype) for n, r in enumerate(results))
-
-
-def _spec_of(array: Any) -> P:
-    """The PartitionSpec of an array's sharding; operands that XLA made or replicated itself come without one."""
-    spec = getattr(array.sharding, "spec", None)
-    if spec is None and not array.sharding.is_fully_replicated:
-        raise ValueError(
-            f"moe: operand of shape {array.shape} is sharded as {array.sharding}, which names no mesh axes; give it a "
-            "NamedSharding with jax.lax.with_sharding_constraint"
-        )
-    return P() if spec is None else spec
-
-
-def _leading(array: Any) -> P:
-    """The spec of all dimensions but the last one."""
-    return P(*tuple(_spec_of(array))[: len(array.shape) - 1])

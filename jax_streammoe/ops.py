@@ -58,11 +58,31 @@ class StreamSpec:
 
 
 def pack_experts(w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) -> Experts:
-    """Returns the six-tuple of the handlers from the arguments of the public functions."""
+    """Returns the six-tuple of the handlers from the arguments of the public functions.
+
+    Biases take the form of the weights, packed or split: what a tensor's gradient is, JAX derives from that.
+    """
     none = ffi.absent(w_down)
-    gate, up = w_gate_up if isinstance(w_gate_up, (tuple, list)) else (w_gate_up, none)
-    b_gate, b_up = b_gate_up if isinstance(b_gate_up, (tuple, list)) else (b_gate_up, None)
+    gate, up, b_gate, b_up = w_gate_up, none, b_gate_up, None
+    if isinstance(w_gate_up, (tuple, list)):
+        gate, up = w_gate_up
+        b_gate, b_up = (None, None) if b_gate_up is None else split_gate_up(b_gate_up)
+    elif b_gate_up is not None:
+        b_gate = join_gate_up(b_gate_up)
     return (gate, up, w_down, *(none if b is None else b for b in (b_gate, b_up, b_down)))
+
+
+def split_gate_up(value: Any) -> tuple[jax.Array, jax.Array]:
+    """(gate, up) [..., I] of an array [..., 2I]; a pair as it is."""
+    if isinstance(value, (tuple, list)):
+        return value[0], value[1]
+    inner = value.shape[-1] // 2
+    return value[..., :inner], value[..., inner:]
+
+
+def join_gate_up(value: Any) -> jax.Array:
+    """The array [..., 2I] of a pair (gate, up) [..., I]; an array as it is."""
+    return jnp.concatenate(value, axis=-1) if isinstance(value, (tuple, list)) else value
 
 
 def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
@@ -72,6 +92,19 @@ def forward(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, e
     return tuple(
         ffi.call("forward", results, x, ids, weights, *experts, attributes=attributes, side_effect=spec.checks)
     )
+
+
+def forward_kept(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> tuple:
+    """As `forward` -> y, gate_up [T, K * 2I] (ungated: K * I), what enters the activations, expert_rows, counts."""
+    results = (ffi.like(x, x.shape, x.dtype), gate_up_like(spec, x, ids), *_stats(spec, x))
+    attributes = spec.attributes() | {"checks": np.int32(spec.checks)}
+    operands = (x, ids, weights, *experts)
+    return tuple(ffi.call("forward_kept", results, *operands, attributes=attributes, side_effect=spec.checks))
+
+
+def gate_up_like(spec: LayerSpec, x: jax.Array, ids: jax.Array) -> Any:
+    """What a forward keeps for its backward: a row per token, of whose K routes each has gate first, then up."""
+    return ffi.like(x, (ids.shape[0], spec.config.top_k * spec.config.gate_up_width), x.dtype)
 
 
 def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
@@ -104,19 +137,35 @@ def backward(
     experts: Experts,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
     """Gradients of rows [N, K]: -> token, dx_rows [N, K, H], d_weights [N, K] f32, the six expert gradients."""
-    shape = (*local_ids.shape, x.shape[-1])
-    results = (
-        ffi.like(token, token.shape, token.dtype),
-        ffi.like(x, shape, x.dtype),
-        ffi.like(x, local_ids.shape, np.float32),
-        *(ffi.like(e, e.shape, e.dtype) for e in experts),
-    )
+    results = (ffi.like(token, token.shape, token.dtype), *_row_gradients(x, local_ids, experts))
     token, dx_rows, d_weights, *d_experts = ffi.call(
         "backward", results, token, x, dy, local_ids, weights, *experts,
         attributes=spec.attributes() | {"ring": spec.ring}, aliases={0: 0},
     )  # fmt: skip
     gate, up, down, b_gate, b_up, b_down = d_experts
     return token, dx_rows, d_weights, (gate, up, down, b_gate, b_up, b_down)
+
+
+def backward_kept(
+    spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array,
+    experts: Experts,
+) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
+    """As `backward` of one rank, from the gate and up of `forward_kept` -> dx_rows, d_weights, expert gradients."""
+    dx_rows, d_weights, *d_experts = ffi.call(
+        "backward_kept", _row_gradients(x, ids, experts), x, dy, ids, weights, gate_up, *experts,
+        attributes=spec.attributes() | {"ring": ""},
+    )  # fmt: skip
+    gate, up, down, b_gate, b_up, b_down = d_experts
+    return dx_rows, d_weights, (gate, up, down, b_gate, b_up, b_down)
+
+
+def _row_gradients(x: jax.Array, ids: jax.Array, experts: Experts) -> tuple:
+    """dx_rows [N, K, H], d_weights [N, K] f32, the six expert gradients."""
+    return (
+        ffi.like(x, (*ids.shape, x.shape[-1]), x.dtype),
+        ffi.like(x, ids.shape, np.float32),
+        *(ffi.like(e, e.shape, e.dtype) for e in experts),
+    )
 
 
 def after(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -4,7 +4,8 @@ Contract: `attach` is the identity on (y, token); its backward is the layer's, c
 expert tensors and from nothing a stream left behind. So the gradient does not depend on chunks, slots, schedule, policy
 or transport, and routers stay plain JAX outside of it. Over ranks the backward exchanges through the memory of a ring
 on GPUs, for which it goes by the ring's name, elsewhere through XLA's collectives; its calls are ordered by the token,
-whose cotangent AD threads in reverse. The backward is first order only.
+whose cotangent AD threads in reverse. `keeping` is the layer of one device as one function of AD, because what it keeps
+is made by the forward itself. Every backward is first order only.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from . import checks, cuda, exchange, local, ops
 from .ops import Experts, LayerSpec
 from .varying import vary_together
+
+GATE_UP_NAME = "streammoe_gate_up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +53,12 @@ def _attach_forward(
     token: jax.Array,
 ) -> tuple[Any, Any]:  # fmt: skip
     token = _token_after(spec, token, y)
-    return (y, token), (x, ids, weights, experts, token)
+    return (_refusing(y, x, weights, experts), token), (x, ids, weights, experts, token)
+
+
+def _refusing(y: jax.Array, *operands: Any) -> jax.Array:
+    """The value of a `jax.vjp`: y came from operands without tangents, so differentiating it again would give zeros."""
+    return tie(y, first_order_only(operands))
 
 
 def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -69,6 +79,33 @@ def _attach_backward(spec: GradientSpec, residuals: Any, cotangents: Any) -> tup
 
 
 attach.defvjp(_attach_forward, _attach_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def keeping(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
+    """y of `local.forward`; under differentiation gate and up of every route are kept, which the backward then reads.
+
+    No statistics: JAX would make cotangents for them, which it cannot do for Explicit axes outside of jit.
+    """
+    return local.forward(spec, x, ids, weights, experts)[0]
+
+
+def _keeping_forward(
+    spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
+) -> tuple[jax.Array, Any]:
+    operands = lax.stop_gradient((x, ids, weights, experts))
+    y, gate_up, _, _ = local.forward_kept(spec, *operands)
+    return _refusing(y, x, weights, experts), (x, ids, weights, checkpoint_name(gate_up, GATE_UP_NAME), experts)
+
+
+def _keeping_backward(spec: LayerSpec, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    x, ids, weights, gate_up, experts = residuals
+    x, dy, weights, gate_up, experts = first_order_only((x, dy, weights, gate_up, experts))
+    dx, d_weights, d_experts = local.backward_kept(spec, x, dy, ids, weights, gate_up, experts)
+    return dx, None, d_weights, d_experts
+
+
+keeping.defvjp(_keeping_forward, _keeping_backward)
 
 
 def _is_ordered(spec: GradientSpec) -> bool:

@@ -174,6 +174,31 @@ def test_the_gradient_of_a_layer_is_one_call_and_captured(dtype):
     gpu.assert_captured(program, "backward")
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
+def test_a_layer_that_keeps_gate_and_up_is_two_calls_and_captured(dtype):
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+
+    def step(ids, dy, *operands):
+        run = lambda x, weights, gate_up, down: sm.moe(x, ids, weights, gate_up, down, config=config, save_gate_up=True)
+        y, pullback = jax.vjp(run, *operands)
+        return y, pullback(dy)
+
+    shapes, dtypes = ((T, H), (T, K), (E, H, 2 * I), (E, I, H)), (dtype, jnp.float32, dtype, dtype)
+    operands = [gpu.abstract(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    ids, dy = gpu.abstract((T, K), jnp.int32), gpu.abstract((T, H), dtype)
+    program = gpu.compile_program(step, ids, dy, *operands, options={"xla_gpu_graph_min_graph_size": 1})
+    if dtype == jnp.float32:
+        assert not program.calls("forward_kept") and not program.calls("backward_kept")  # plain JAX
+        return
+    assert len(program.calls("forward_kept")) == 1 and len(program.calls("backward_kept")) == 1
+    assert not program.calls("forward") and not program.calls("backward")
+    gpu.assert_captured(program, "forward_kept")
+    gpu.assert_captured(program, "backward_kept")
+    kept = T * K * 2 * I * config.itemsize
+    work = ffi.compiled.cuda_backward_bytes(T, K, H, I, E, True)
+    assert kept + work <= program.temporary_bytes < kept + work + 2**16
+
+
 def test_the_layer_takes_the_memory_that_the_formulas_say():
     """Forward and backward, in temporaries of XLA; nothing has the size of E times the rows."""
     config = sm.MoEConfig(E := 64, K, H, I, dtype=jnp.bfloat16)

@@ -17,7 +17,7 @@ from jax import lax
 
 import jax_streammoe as sm
 from tests.helpers import oracle, ranks
-from tests.helpers.layers import HOWS, assert_same_bits, check, layer, ring_for, run
+from tests.helpers.layers import HOWS, RINGLESS, assert_same_bits, check, layer, ring_for, run
 
 SIZES = {"T": 128, "H": 16, "I": 24, "E": 8, "K": 2, "block_m": 16}
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -33,7 +33,7 @@ def hot(rng, dtype, expert=0):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [*HOWS, "kept"])
 @each_dtype
 def test_duplicates_only(rng, how, dtype):
     result = check(how, hot(rng, dtype))
@@ -47,7 +47,7 @@ def test_duplicates_only(rng, how, dtype):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [*HOWS, "kept"])
 @each_dtype
 def test_experts_without_rows_beside_masked_tokens_of_nan(rng, how, dtype):
     """The only tokens that were ever meant for experts 3..7 are masked, and hold NaN: their gradients are +0."""
@@ -67,11 +67,11 @@ def test_experts_without_rows_beside_masked_tokens_of_nan(rng, how, dtype):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [*HOWS, "kept"])
 @each_dtype
 def test_twenty_runs_have_the_same_bits(rng, how, dtype):
     problem = oracle.make_problem(rng, **SIZES, dtype=dtype, use_bias=True, masked=0.1, duplicates=True)
-    first = run("moe", problem).grads
+    first = run("kept" if how == "kept" else "moe", problem).grads
     for turn in range(20):
         assert_same_bits(run(how, problem).grads, first, f"turn {turn}")
 
@@ -141,14 +141,14 @@ def stack_loss(how, config, policy, scan, params, x, ring):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [*HOWS, "kept"])
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 def test_experts_are_selected_once(rng, how, scan):
     """In the program of a gradient under the library's policy; what saves nothing shows that the count would tell."""
     problem = oracle.make_problem(rng, **SIZES | {"T": 22}, dtype=jnp.float32)
     router = rng.standard_normal((LAYERS, 16, 8)).astype(np.float32)
     params = (router, *(np.stack([getattr(problem, n)] * LAYERS) for n in ("w_gate_up", "w_down")))
-    ring = None if how == "moe" else ring_for(problem.config)
+    ring = None if how in RINGLESS else ring_for(problem.config)
 
     def count(policy):
         f = functools.partial(stack_loss, how, problem.config, policy, scan)

@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_streammoe as sm
 from tests.helpers import oracle
-from tests.helpers.layers import HOWS, NAMES, assert_same_bits, layer, ring_for, run
+from tests.helpers.layers import HOWS, NAMES, RINGLESS, assert_same_bits, layer, ring_for, run
 
 SIZES = {"T": 22, "H": 40, "I": 24, "E": 6, "K": 3, "block_m": 8}
 F32 = SIZES | {"dtype": jnp.float32}
@@ -23,11 +23,11 @@ def operands_of(problem):
     return {n: jnp.asarray(getattr(problem, n)) for n in NAMES if getattr(problem, n) is not None}
 
 
-def loss_of(problem):
+def loss_of(problem, how="moe"):
     """A scalar function of the operands, non-linear in y."""
 
     def loss(operands):
-        y, _, _ = layer("moe", problem.config, None, problem.topk_ids, operands)
+        y, _, _ = layer(how, problem.config, None, problem.topk_ids, operands)
         return jnp.sum(jnp.sin(y) * problem.dy)
 
     return loss
@@ -165,16 +165,44 @@ def test_stacks_of_layers_with_and_without_remat(rng, how, scan, policy):
 
 
 @pytest.mark.core
-def test_remat_changes_no_bit_and_runs_the_experts_as_often_as_it_must(rng):
+@pytest.mark.parametrize(("how", "forward", "backward"), [
+    ("moe", "forward", "backward"), ("kept", "forward_kept", "backward_kept"),
+])  # fmt: skip
+def test_remat_changes_no_bit_and_runs_the_experts_as_often_as_it_must(rng, how, forward, backward):
     problem, stacks, ids = layers_problem(rng, masked=0.1)
     calls, results = {}, {}
     for name, policy in (("none", None), ("nothing", "nothing"), ("names", sm.checkpoint_policy())):
-        args = ("moe", problem.config, policy, False, problem.x, None, stacks, ids, problem.dy)
+        args = (how, problem.config, policy, False, problem.x, None, stacks, ids, problem.dy)
         results[name] = stack_step(*args)
-        calls[name] = stack_step.lower(*args).as_text().count("@streammoe_forward_v1")
+        text = stack_step.lower(*args).as_text()
+        calls[name] = text.count(f"@streammoe_{forward}_v1")
+        assert calls[name] == text.count("@streammoe_forward")
+        assert text.count(f"@streammoe_{backward}_v1") == text.count("@streammoe_backward") == 2
     assert_same_bits(results["nothing"], results["none"])
     assert_same_bits(results["names"], results["none"])
     assert calls == {"none": 2, "nothing": 4, "names": 2}
+
+
+@pytest.mark.core
+def test_gate_and_up_are_kept_for_a_gradient_only(rng):
+    problem = oracle.make_problem(rng, **F32)
+    operands, call = operands_of(problem), functools.partial(layer, "kept", problem.config, None, problem.topk_ids)
+    text = jax.jit(lambda operands: call(operands)[0]).lower(operands).as_text()
+    assert "@streammoe_forward_v1" in text and "forward_kept" not in text
+    residuals = jax.eval_shape(lambda operands: jax.vjp(lambda o: call(o)[0], operands)[1], operands)
+    width = problem.config.top_k * problem.config.gate_up_width
+    assert sum(a.shape == (SIZES["T"], width) for a in jax.tree.leaves(residuals)) == 1
+
+
+@pytest.mark.core
+def test_scan_over_layers_that_keep_gate_and_up(rng):
+    problem, stacks, ids = layers_problem(rng, masked=0.1)
+    results = [
+        stack_step(how, problem.config, policy, scan, problem.x, None, stacks, ids, problem.dy)
+        for how in ("moe", "kept") for scan in (False, True) for policy in (None, sm.checkpoint_policy())
+    ]  # fmt: skip
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
 
 
 @pytest.mark.core
@@ -260,9 +288,10 @@ FIRST_ORDER = "the gradient of the expert layer is first order only: its backwar
 @pytest.mark.core
 @pytest.mark.parametrize("outer", ["x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down"])
 @pytest.mark.parametrize("inner", ["x", "w_down"])
-def test_second_order_is_refused_for_every_operand(rng, inner, outer):
+@pytest.mark.parametrize("how", ["moe", "kept"])
+def test_second_order_is_refused_for_every_operand(rng, how, inner, outer):
     problem = oracle.make_problem(rng, **F32, use_bias=True)
-    operands, loss = operands_of(problem), loss_of(problem)
+    operands, loss = operands_of(problem), loss_of(problem, how)
 
     def slope(value):
         return jnp.sum(jax.grad(lambda v: loss(operands | {outer: value} | {inner: v}))(
@@ -270,6 +299,28 @@ def test_second_order_is_refused_for_every_operand(rng, inner, outer):
 
     with pytest.raises(NotImplementedError, match=FIRST_ORDER):
         jax.grad(slope)(operands[outer])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", [*HOWS, "kept"])
+def test_the_value_of_an_inner_vjp_has_no_gradient_of_zeros(rng, how):
+    problem = oracle.make_problem(rng, **F32)
+    ring = None if how in RINGLESS else ring_for(problem.config)
+
+    @functools.partial(jax.jit, donate_argnames="ring")
+    def slope(x, ring):
+        def value(x):
+            operands = operands_of(problem)
+            call = lambda x: layer(how, problem.config, ring, problem.topk_ids, operands | {"x": x})[::2]
+            y, _, out = jax.vjp(call, x, has_aux=True)
+            return jnp.vdot(y, problem.dy), out
+
+        return jax.grad(value, has_aux=True)(x)
+
+    with pytest.raises(NotImplementedError, match=FIRST_ORDER):
+        slope(problem.x, ring)
+    if ring is not None:
+        sm.close_ring(ring)
 
 
 def test_second_order_through_the_cotangent_and_hessian_are_refused(rng):

@@ -123,6 +123,18 @@ REFUSED = {
         lambda: call("backward", (*GRADIENTS[:3], zeros(E, H), *EXPERTS[1:]), TOKEN, X, X, IDS, WEIGHTS, *EXPERTS),
         "gate must have 1024 of type F32, got 64 F32",
     ),
+    "forward_kept: gate_up": (
+        lambda: call("forward_kept", (X, zeros(T, K * I), EXPERT_ROWS, COUNTS), X, IDS, WEIGHTS, *EXPERTS),
+        "gate_up must have 192 of type F32, got 96 F32",
+    ),
+    "backward_kept: gate_up": (
+        lambda: ops.backward_kept(LAYER, X, X, IDS, WEIGHTS, zeros(T, K * 2 * I, dtype=jnp.bfloat16), EXPERTS),
+        "gate_up must have 192 of type F32, got 192 BF16",
+    ),
+    "backward_kept: dy": (
+        lambda: ops.backward_kept(LAYER, X, X[:2], IDS, WEIGHTS, zeros(T, K * 2 * I), EXPERTS),
+        "dy must have 96 of type F32, got 32 F32",
+    ),
     "after": (lambda: call("after", (X,), X[:1]), "value must have 16 of type F32, got 96 F32"),
     "sizes": (
         lambda: ops.forward(dataclasses.replace(LAYER, num_local_experts=0), X, IDS, WEIGHTS, EXPERTS),

@@ -43,6 +43,36 @@ def test_values_and_gradients(rng, dtype, use_bias, activation, limit):
     assert 0.2 < np.sqrt(np.mean(result.y.astype(np.float32) ** 2)) < 5
 
 
+@pytest.mark.core
+@each_activation
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_gradients_from_the_gate_and_up_that_were_kept(rng, dtype, use_bias, activation, limit):
+    """Those of the rounded values; in float32 nothing is rounded."""
+    problem = oracle.make_problem(
+        rng, **SIZES, dtype=dtype, activation=activation, limit=limit, use_bias=use_bias, masked=0.1, duplicates=True
+    )
+    kept, again = check("kept", problem), run("moe", problem)
+    assert_same_bits((kept.y, kept.stats), (again.y, again.stats))
+    if dtype == jnp.float32:
+        assert_same_bits(kept.grads, again.grads)
+
+
+@pytest.mark.core
+@each_activation
+def test_what_is_kept_does_not_overflow(rng, activation, limit):
+    """float16 holds 65504, its sums are float32: gate and up beyond it are kept as that, and no gradient is NaN."""
+    problem = oracle.make_problem(rng, **SIZES, dtype=jnp.float16, activation=activation, limit=limit)
+    problem = problem.replace(
+        x=np.abs(problem.x) * np.float16(16384), w_gate_up=-np.abs(problem.w_gate_up), dy=problem.dy / np.float16(256)
+    )
+    pre = problem.x.astype(np.float32) @ problem.w_gate_up.astype(np.float32)[problem.topk_ids[0, 0]]
+    assert (pre < -65504).any()
+    for how in ("moe", "kept"):
+        result = run(how, problem)
+        assert all(np.isfinite(a.astype(np.float32)).all() for a in (result.y, *result.grads.values())), how
+
+
 @each_activation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_streams_give_the_same_bits(rng, dtype, activation, limit):
@@ -120,12 +150,13 @@ def test_packed_and_split_weights_give_the_same_bits(rng, how, dtype):
     inner = problem.config.intermediate
     arrays = {n: getattr(problem, n) for n in ("w_gate_up", "b_gate_up")}
     halves = {n: (a[..., :inner], a[..., inner:]) for n, a in arrays.items()}
-    packed, split = run(how, problem), run_split(problem, halves)
-    assert_same_bits(split[0], packed.y)
-    for name in halves:
-        assert_same_bits(np.concatenate(split[1][name], axis=-1), packed.grads[name], name)
-    for name in ("x", "topk_weights", "w_down", "b_down"):
-        assert_same_bits(split[1][name], packed.grads[name], name)
+    packed = run(how, problem)
+    for names in (("w_gate_up", "b_gate_up"), ("w_gate_up",), ("b_gate_up",)):  # biases may be what the weights are not
+        y, grads = run_split(problem, arrays | {n: halves[n] for n in names})
+        assert_same_bits(y, packed.y)
+        for name, want in packed.grads.items():
+            got = np.concatenate(grads[name], axis=-1) if name in names else grads[name]
+            assert_same_bits(got, want, name)
 
 
 def run_split(problem, halves):

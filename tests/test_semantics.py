@@ -16,7 +16,7 @@ from tests.helpers.layers import CHUNK_TOKENS, HOWS, NUM_SLOTS, assert_same_bits
 SIZES = {"T": 22, "H": 40, "I": 24, "E": 6, "K": 3, "block_m": 8}
 F32 = SIZES | {"dtype": jnp.float32}
 HALVES = (jnp.bfloat16, jnp.float16)
-both_passes = pytest.mark.parametrize("how", HOWS)
+both_passes = pytest.mark.parametrize("how", [*HOWS, "kept"])
 
 
 def copy_of(problem, *names):

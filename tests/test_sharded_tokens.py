@@ -37,7 +37,8 @@ each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explic
 @each_mesh
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.parametrize("use_mesh", [True, False])
-def test_sharded_tokens_stay_local(rng, mesh_of, axis_type, placed, use_mesh):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_sharded_tokens_stay_local(rng, mesh_of, axis_type, placed, use_mesh, save_gate_up):
     problem = oracle.make_problem(rng, **F32, masked=0.1, invalid=0.1, use_bias=True)
     want = run("moe", problem)
     mesh = mesh_of(4, "data", axis_type)
@@ -50,7 +51,8 @@ def test_sharded_tokens_stay_local(rng, mesh_of, axis_type, placed, use_mesh):
     def step(x, ids, weights, experts, dy):
         def f(x, weights, experts):
             a, b, c, d = experts
-            return sm.moe(x, ids, weights, a, b, config=problem.config, b_gate_up=c, b_down=d, return_stats=True)
+            options = dict(b_gate_up=c, b_down=d, return_stats=True, save_gate_up=save_gate_up)
+            return sm.moe(x, ids, weights, a, b, config=problem.config, **options)
 
         y, pullback, stats = jax.vjp(f, x, weights, experts, has_aux=True)
         return y, stats, pullback(dy)
@@ -76,8 +78,8 @@ def test_sharded_tokens_stay_local(rng, mesh_of, axis_type, placed, use_mesh):
 @pytest.mark.core
 @each_mesh
 @pytest.mark.parametrize("spec", [P("a", None, None), P(None, "a", None), P("a", "b", None), P(None, ("a", "b"), None)])
-@pytest.mark.parametrize("num_valid", [None, 13])
-def test_any_leading_dimension_may_be_sharded(rng, axis_type, spec, num_valid):
+@pytest.mark.parametrize(("num_valid", "save_gate_up"), [(None, False), (13, False), (13, True)])
+def test_any_leading_dimension_may_be_sharded(rng, axis_type, spec, num_valid, save_gate_up):
     problem = oracle.make_problem(rng, **F32)
     want = run("moe", problem, num_valid=num_valid)
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
@@ -85,8 +87,9 @@ def test_any_leading_dimension_may_be_sharded(rng, axis_type, spec, num_valid):
 
     @jax.jit
     def step(x, ids, weights, dy):
+        options = dict(config=problem.config, num_valid=num_valid, save_gate_up=save_gate_up)
         y, pullback = jax.vjp(
-            lambda x, w, a: sm.moe(x, ids, w, a, problem.w_down, config=problem.config, num_valid=num_valid),
+            lambda x, w, a: sm.moe(x, ids, w, a, problem.w_down, **options),
             x, weights, jnp.asarray(problem.w_gate_up),
         )  # fmt: skip
         return y, pullback(dy)
@@ -171,6 +174,10 @@ def test_make_mesh_as_it_comes(rng):
     assert AxisType.Explicit in mesh.axis_types
     tokens = put(mesh, P("data", None), *problem.args[:3])
     experts = put(mesh, P(), *problem.args[3:])
+    for save_gate_up in (False, True):
+        one = lambda x, s=save_gate_up: sm.moe(x, *tokens[1:], *experts, config=problem.config, save_gate_up=s)
+        y, pullback = jax.vjp(one, tokens[0])
+        assert_same_bits((y, pullback(*put(mesh, P("data", None), problem.dy))[0]), (want.y, want.grads["x"]))
     assert_same_bits(sm.moe(*tokens, *experts, config=problem.config), want.y)
     step = jax.jit(lambda x: jax.vmap(lambda x: sm.moe(x, *tokens[1:], *experts, config=problem.config))(x))
     stacked = jax.device_put(np.stack([problem.x, problem.x]), NamedSharding(mesh, P(None, "data", None)))
@@ -180,13 +187,14 @@ def test_make_mesh_as_it_comes(rng):
 @pytest.mark.core
 @each_mesh
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_replicated_weights_get_the_summed_gradient(rng, mesh_of, axis_type, check_vma):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_inside_shard_map_replicated_weights_get_the_summed_gradient(rng, mesh_of, axis_type, check_vma, save_gate_up):
     problem = oracle.make_problem(rng, **F32, masked=0.1)
     want = oracle.backward(problem)
     mesh = mesh_of(4, "data", axis_type)
 
     def per_rank(x, ids, weights, w_gate_up, w_down):
-        return sm.moe(x, ids, weights, w_gate_up, w_down, config=problem.config)
+        return sm.moe(x, ids, weights, w_gate_up, w_down, config=problem.config, save_gate_up=save_gate_up)
 
     rows = P("data")
     call = jax.shard_map(per_rank, mesh=mesh, in_specs=(rows,) * 3 + (P(),) * 2, out_specs=rows, check_vma=check_vma)

@@ -20,6 +20,7 @@ from tests.helpers.layers import assert_same_bits, layer, ring_for, run
 SIZES = {"T": 24, "H": 40, "I": 24, "E": 6, "K": 3, "block_m": 8}
 F32 = SIZES | {"dtype": jnp.float32}
 TARGETS = ("forward", "backward", "combine")
+KEPT_TARGETS = ("forward_kept", "backward_kept")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "return_stats"))
@@ -89,7 +90,8 @@ def test_vmap_over_another_axis_and_over_one_operand_only(rng, axis):
 
 @pytest.mark.core
 @pytest.mark.parametrize("mapped", ["all", "w_down", "capacity"])
-def test_vmap_with_mapped_experts_or_capacity_walks_the_axis(rng, mapped):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_vmap_with_mapped_experts_or_capacity_walks_the_axis(rng, save_gate_up, mapped):
     capacity = 3 if mapped == "capacity" else None
     problems = [oracle.make_problem(rng, **F32, masked=0.1, capacity=capacity) for _ in range(3)]
     axes = {"all": (0,) * 5, "w_down": (0, 0, 0, None, 0), "capacity": (0, 0, 0, None, None)}[mapped]
@@ -97,7 +99,8 @@ def test_vmap_with_mapped_experts_or_capacity_walks_the_axis(rng, mapped):
         problems[0].args[n] if axis is None else np.stack([p.args[n] for p in problems]) for n, axis in enumerate(axes)
     )
     config, dy = problems[0].config, np.stack([p.dy for p in problems])
-    call = jax.vmap(lambda *a: sm.moe(*a, config=config, return_stats=True), in_axes=axes)
+    options = dict(config=config, return_stats=True, save_gate_up=save_gate_up)
+    call = jax.vmap(lambda *a: sm.moe(*a, **options), in_axes=axes)
     y, stats = jax.jit(call)(*args)
     grads = jax.jit(jax.grad(lambda a: jnp.vdot(call(a[0], args[1], *a[1:])[0], dy)))((args[0], *args[2:]))
     summed = [np.zeros_like(args[3]), np.zeros_like(args[4])]
@@ -116,11 +119,13 @@ def test_vmap_with_mapped_experts_or_capacity_walks_the_axis(rng, mapped):
 
 
 @pytest.mark.core
-def test_vmap_of_grad_and_grad_of_vmap(rng):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_vmap_of_grad_and_grad_of_vmap(rng, save_gate_up):
     problem = oracle.make_problem(rng, **F32, masked=0.1)
     x, ids, weights, dy = batched(problem, 4)
     experts = tuple(map(jnp.asarray, problem.args[3:]))
-    one = lambda x, ids, w, a, b, dy: jnp.vdot(sm.moe(x, ids, w, a, b, config=problem.config), dy)
+    layer = functools.partial(sm.moe, config=problem.config, save_gate_up=save_gate_up)
+    one = lambda x, ids, w, a, b, dy: jnp.vdot(layer(x, ids, w, a, b), dy)
     each = jax.jit(jax.vmap(jax.grad(one, (0, 2, 3, 4)), (0, 0, 0, None, None, 0)))(x, ids, weights, *experts, dy)
     total = lambda x, ids, w, a, b, dy: jnp.sum(jax.vmap(one, (0, 0, 0, None, None, 0))(x, ids, w, a, b, dy))
     together = jax.jit(jax.grad(total, (0, 2, 3, 4)))(x, ids, weights, *experts, dy)
@@ -197,12 +202,13 @@ def _checks(*names):
 
 
 @pytest.mark.core
-def test_export_round_trip_with_gradient(rng):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_export_round_trip_with_gradient(rng, save_gate_up):
     problem = oracle.make_problem(rng, **F32, masked=0.1)
-    want = run("moe", problem)
-    call = jax.jit(lambda x, w, a, b: sm.moe(x, problem.topk_ids, w, a, b, config=problem.config))
+    want, options = run("moe", problem), dict(config=problem.config, save_gate_up=save_gate_up)
+    call = jax.jit(lambda x, w, a, b: sm.moe(x, problem.topk_ids, w, a, b, **options))
     args = (problem.x, *problem.args[2:])
-    exported = export.export(call, disabled_checks=_checks(*TARGETS))(*args)
+    exported = export.export(call, disabled_checks=_checks(*TARGETS, *KEPT_TARGETS))(*args)
     again = export.deserialize(exported.serialize(vjp_order=1))
     assert_same_bits(again.call(*args), want.y)
     y, grads = jax.jit(functools.partial(value_and_grads, again.call, (0, 1, 2, 3), dy=problem.dy))(*args)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -35,10 +36,12 @@ def gradients(layer: Any, dy: jax.Array, x: jax.Array, ids: jax.Array, *rest: ja
     return jax.vjp(lambda x, *rest: layer(x, ids, *rest), x, *rest)[1](dy)
 
 
-def check(config: sm.MoEConfig, args: tuple, dy: jax.Array) -> None:
-    """On 256 tokens, against the gradients of the reference in float32."""
+def check(config: sm.MoEConfig, args: tuple, dy: jax.Array, **options: Any) -> None:
+    """On 256 tokens, against the gradients of the reference in float32. options: of `sm.moe`."""
     tokens, experts = [a[:256] for a in args[:3]], args[3:]
-    ours = jax.jit(lambda *a: gradients(lambda *b: sm.moe(*b, config=config), *a))(dy[:256], *tokens, *experts)
+    ours = jax.jit(lambda *a: gradients(functools.partial(sm.moe, config=config, **options), *a))(
+        dy[:256], *tokens, *experts
+    )
     wide = dataclasses.replace(config, dtype=jnp.float32)
     wide_args = [a if a.dtype == jnp.int32 else a.astype(jnp.float32) for a in (dy[:256], *tokens, *experts)]
     wanted = jax.jit(lambda *a: gradients(lambda *b: sm.reference(*b, config=wide), *a))(*wide_args)

@@ -103,7 +103,7 @@ class Case:
 
 
 def versions_of(case: Case, chunks: list[Any], policy: str) -> dict[str, Any]:
-    """Version name -> function of a turn number that launches it. Programs are compiled side by side."""
+    """Version name -> function of a turn number that launches it."""
     args = (case.params, case.experts)
     lowered = {
         "P": jax.jit(case.produce).lower(case.inputs, case.params),
@@ -114,7 +114,8 @@ def versions_of(case: Case, chunks: list[Any], policy: str) -> dict[str, Any]:
         function = jax.jit(functools.partial(case.stream, n, policy), donate_argnums=3)
         lowered[f"n{n}"] = function.lower(case.inputs, *args, ring)
         del ring
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    side_by_side = 8 if case.inputs.nbytes < 2**32 else 1  # XLA tunes a program on inputs of its own
+    with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:
         compiled = dict(zip(lowered, pool.map(lambda low: low.compile(), lowered.values()), strict=True))
     batches = [case.inputs, jnp.roll(case.inputs, 1, axis=0) if case.inputs.nbytes < 2**33 else case.inputs]
     runs = {

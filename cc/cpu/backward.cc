@@ -148,11 +148,24 @@ class ExpertBackward {
     std::fill(out + count * p_.hidden, out + p_.block_m * p_.hidden, 0.0f);
   }
 
+  // gate_ and up_ of a block's rows.
+  void project(const int64_t* pairs, int64_t count) {
+    if (args_.gate_up == nullptr) {
+      project_rows(p_, view_, x_, count, gate_, gated_ ? up_ : nullptr);
+      return;
+    }
+    const int64_t i = p_.intermediate, width = gated_ ? 2 * i : i;
+    for (int64_t r = 0; r < count; ++r) {
+      to_f32(p_.dtype, element(p_.dtype, args_.gate_up, pairs[r] * width), i, gate_ + r * i);
+      if (gated_) to_f32(p_.dtype, element(p_.dtype, args_.gate_up, pairs[r] * width + i), i, up_ + r * i);
+    }
+  }
+
   void run_block(const int64_t* pairs, int64_t count, bool is_first) {
     const int64_t m = p_.block_m, h = p_.hidden, i = p_.intermediate, live = count * i, all = m * i;
     gather(args_.x, pairs, count, x_);
     gather(args_.dy, pairs, count, dy_);
-    project_rows(p_, view_, x_, count, gate_, gated_ ? up_ : nullptr);
+    project(pairs, count);
     activate(p_.activation, p_.limit, live, gate_, up_, a_);
     round_to(p_.dtype, live, a_);
     float* const d_a = d_gate_;

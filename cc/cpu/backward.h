@@ -1,7 +1,7 @@
 // Gradients of the expert layer: per route (d_x rows), per routing weight, per expert tensor.
 //
-// Contract: gate, up and a are recomputed as in the forward; dy arrives unscaled, so that d_weights is right where a
-// weight is 0. With dA' = dy * W_down^T in f32:
+// Contract: gate, up and a are recomputed as in the forward, or a from the gate and up that it kept, rounded; dy
+// arrives unscaled, so that d_weights is right where a weight is 0. With dA' = dy * W_down^T in f32:
 //   d_weights = <dA', a> + <dy, b_down>           64-column groups, ascending
 //   dG, dU    = RN(act'(w * dA'))                 d_x row = RN(dG * W_gate^T + dU * W_up^T)
 //   dW_down   = sum RN(w * a)^T dy                dW_gate = sum x^T dG,  dW_up = sum x^T dU,  db: sums of rows
@@ -21,6 +21,7 @@ struct BackwardArgs {
   const void* dy = nullptr;        // [N, H]
   const int32_t* ids = nullptr;    // [N, K] local ids; outside 0..L-1: skipped
   const float* weights = nullptr;  // [N, K]
+  const void* gate_up = nullptr;   // [N, K, 2I], ungated [N, K, I], as the forward kept it; nullptr: computed again
   int64_t num_tokens = 0;          // N
   int64_t capacity = -1;           // rows per expert, -1 for no bound
 };

@@ -69,6 +69,30 @@ void add_bias(const float* bias, int64_t rows, int64_t columns, float* values) {
   }
 }
 
+// up: null when ungated. In f16 what exceeds the range is the largest value, because the derivative of an infinity
+// would be NaN.
+void keep(const ExpertProblem& p, const RowTask* rows, int64_t count, const float* gate, const float* up) {
+  constexpr float kLargestF16 = 65504.0f;
+  static thread_local std::vector<float> scratch;
+  const int64_t width = p.intermediate;
+  const auto store = [&](const float* values, void* out) {
+    if (p.dtype == DType::kF16) {
+      float* const clamped = grown(&scratch, width);
+      for (int64_t j = 0; j < width; ++j) {
+        const float v = values[j];  // NaN stays
+        clamped[j] = v > kLargestF16 ? kLargestF16 : v < -kLargestF16 ? -kLargestF16 : v;
+      }
+      values = clamped;
+    }
+    from_f32(p.dtype, values, width, out);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (rows[i].gate_up == nullptr) continue;
+    store(gate + i * width, rows[i].gate_up);
+    if (up != nullptr) store(up + i * width, element(p.dtype, rows[i].gate_up, width));
+  }
+}
+
 void run_block(const ExpertProblem& p, const ExpertView& view, const RowTask* rows, int64_t count) {
   static thread_local std::vector<float> scratch;
   const bool gated = is_gated(p.activation);
@@ -78,6 +102,7 @@ void run_block(const ExpertProblem& p, const ExpertView& view, const RowTask* ro
   float* const up = gated ? gate + wide : nullptr;
   gather(p, rows, count, x);
   project_rows(p, view, x, count, gate, up);
+  keep(p, rows, count, gate, up);
   // Padding rows of gate are zero and stay so: the activation sees the block's own rows only.
   activate(p.activation, p.limit, count * p.intermediate, gate, up, gate);
   round_to(p.dtype, count * p.intermediate, gate);

@@ -20,6 +20,7 @@ namespace streammoe::cpu {
 struct RowTask {
   const void* x;
   void* out;
+  void* gate_up = nullptr;  // [2 I], ungated [I]: where to keep what enters the activation; nullptr: nowhere
 };
 
 // `count` (1..block_m) rows of one expert: rows[first] .. rows[first + count - 1].

@@ -1,15 +1,16 @@
 // Handlers of the layer's backward on CUDA, bf16 and f16.
 //
 //   backward       x, dy, ids, weights, experts -> dx, d_weights, gradients of the expert tensors, workspace
+//   backward_kept  and gate_up, as forward_kept kept them -> the same
 //   rows_backward  the same with dx_rows [N, K, H] for dx: the backward of rows, between XLA's collectives
 //   ring_backward  token, x, dy, ids, weights, experts -> token, as backward: over the ranks of a ring, by its name
 //
 // Attribute wide: gradients of the expert tensors are float32, not rounded (not over a ring).
 // Contract: a call only enqueues kernels, copies and memsets on XLA's stream. The workspace is a result that XLA
-// allocates and nobody reads. Results of absent tensors are cleared: nobody else writes them. backward and
-// rows_backward carry the command-buffer trait; ring_backward does not: its ring is no operand, so only the order of
-// thunks, which the token fixes, keeps it apart from the other calls on that ring. Trade-off of the name for the
-// operand: a gradient cannot take a ring that the forward call has given back already.
+// allocates and nobody reads. Results of absent tensors are cleared: nobody else writes them. All but ring_backward
+// carry the command-buffer trait: its ring is no operand, so only the order of thunks, which the token fixes, keeps it
+// apart from the other calls on that ring. Trade-off of the name for the operand: a gradient cannot take a ring that
+// the forward call has given back already.
 #include "ffi/cuda_backward.h"
 
 #include <cuda_runtime_api.h>
@@ -33,6 +34,7 @@ struct BackwardCall {
   const Buffer &dx, &d_weights;
   const Buffer (&results)[kNumWeights];
   const Buffer& workspace;
+  const Buffer* gate_up = nullptr;  // nullptr: computed again
 };
 
 // Checks everything but the workspace. by_route: the first result is dx_rows [N, K, H], a row per route, and not their
@@ -55,6 +57,10 @@ Status read_backward(AttrReader& attrs, bool by_route, const BackwardCall& call,
   const int64_t dx_rows = by_route ? s.num_tokens * p.top_k : s.num_tokens;
   STREAMMOE_RETURN_IF_ERROR(expect_buffer(by_route ? "dx_rows" : "dx", call.dx, type, dx_rows * p.hidden));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("d_weights", call.d_weights, ffi::DataType::F32, s.num_tokens * p.top_k));
+  if (call.gate_up != nullptr) {
+    STREAMMOE_RETURN_IF_ERROR(expect_gate_up(p, s.num_tokens, *call.gate_up));
+    args->gate_up = call.gate_up->untyped_data();
+  }
   s.top_k = p.top_k, s.hidden = p.hidden, s.intermediate = p.intermediate;
   s.num_experts = p.num_experts, s.gated = is_gated(p.activation);
   args->activation = p.activation, args->limit = p.limit, args->dtype = p.dtype;
@@ -120,6 +126,41 @@ auto bind_backward() {
 }
 XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl<false>, bind_backward(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kRowsBackward, backward_impl<true>, bind_backward(), {ffi::Traits::kCmdBufferCompatible});
+
+ffi::Error backward_kept_impl(cudaStream_t stream, ffi::Dictionary attrs, Buffer x, Buffer dy, Buffer ids,
+                              Buffer topk_weights, Buffer gate_up, Buffer gate, Buffer up, Buffer down, Buffer b_gate,
+                              Buffer b_up, Buffer b_down, Result dx, Result d_weights, Result d_gate, Result d_up,
+                              Result d_down, Result d_b_gate, Result d_b_up, Result d_b_down, Result workspace) {
+  const Buffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  const Buffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
+  const BackwardCall call = {x, dy, ids, topk_weights, operands, *dx, *d_weights, results, *workspace, &gate_up};
+  return to_ffi(backward(false, stream, attrs, call));
+}
+XLA_FFI_DEFINE_HANDLER(kBackwardKept, backward_kept_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<Buffer>()  // x [T, H]
+                           .Arg<Buffer>()  // dy [T, H]
+                           .Arg<Buffer>()  // topk_ids [T, K] i32
+                           .Arg<Buffer>()  // topk_weights [T, K] f32
+                           .Arg<Buffer>()  // gate_up [T, K, 2I], ungated [T, K, I]
+                           .Arg<Buffer>()  // gate
+                           .Arg<Buffer>()  // up
+                           .Arg<Buffer>()  // down
+                           .Arg<Buffer>()  // b_gate
+                           .Arg<Buffer>()  // b_up
+                           .Arg<Buffer>()  // b_down
+                           .Ret<Buffer>()  // dx [T, H]
+                           .Ret<Buffer>()  // d_weights [T, K] f32
+                           .Ret<Buffer>()  // gradients, as the six tensors
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>()
+                           .Ret<Buffer>(),  // workspace u8
+                       {ffi::Traits::kCmdBufferCompatible});
 
 Status ring_backward(RingCall* ring, cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& dictionary,
                      const Buffer& token_in, const Buffer& token_out, const BackwardCall& call) {
@@ -197,6 +238,8 @@ XLA_FFI_DEFINE_HANDLER(kRingBackward, ring_backward_impl,
 std::vector<CudaHandler> cuda_backward_handlers() {
   return {{"backward", "initialize", load_kernels_handler()},
           {"backward", "execute", reinterpret_cast<void*>(+kBackward)},
+          {"backward_kept", "initialize", load_kernels_handler()},
+          {"backward_kept", "execute", reinterpret_cast<void*>(+kBackwardKept)},
           {"rows_backward", "initialize", load_kernels_handler()},
           {"rows_backward", "execute", reinterpret_cast<void*>(+kRowsBackward)},
           {"ring_backward", "execute", reinterpret_cast<void*>(+kRingBackward)}};

@@ -1,6 +1,7 @@
 // Handlers of the layer on one CUDA device, bf16 and f16; names and meaning as in ffi/layer.cc.
 //
 //   forward  x, ids, weights -> y, workspace                          the batch-ready layer
+//   forward_kept             -> y, gate_up, workspace                 the same, for backward_kept
 //   rows     x, ids -> one row per route, dropped, expert_rows, workspace   the expert half, between XLA's collectives
 //   combine  rows, ids, weights, dropped -> y                         the owner's half
 //
@@ -27,17 +28,18 @@ ffi::Error initialize_impl() {
 }
 XLA_FFI_DEFINE_HANDLER(kInitialize, initialize_impl, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
 
+// gate_up: nullptr when nothing is kept.
 Status forward(cudaStream_t stream, const ffi::Dictionary& dictionary, const ffi::AnyBuffer& x,
                const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y,
-               const ffi::AnyBuffer& workspace) {
+               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y, const ffi::AnyBuffer& workspace,
+               const ffi::AnyBuffer* gate_up = nullptr) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
   STREAMMOE_RETURN_IF_ERROR(attrs.status());
   ExpertWeights weights;
   STREAMMOE_RETURN_IF_ERROR(read_weights(p, operands, &weights));
-  return cuda_forward(stream, p, capacity, weights, x, ids, topk_weights, y, workspace);
+  return cuda_forward(stream, p, capacity, weights, x, ids, topk_weights, y, workspace, gate_up);
 }
 
 ffi::Error forward_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids,
@@ -61,6 +63,33 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                            .Arg<ffi::AnyBuffer>()   // b_up
                            .Arg<ffi::AnyBuffer>()   // b_down
                            .Ret<ffi::AnyBuffer>()   // y [T, H]
+                           .Ret<ffi::AnyBuffer>(),  // workspace u8
+                       {ffi::Traits::kCmdBufferCompatible});
+
+ffi::Error forward_kept_impl(cudaStream_t stream, ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids,
+                             ffi::AnyBuffer topk_weights, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down,
+                             ffi::AnyBuffer b_gate, ffi::AnyBuffer b_up, ffi::AnyBuffer b_down,
+                             ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> gate_up,
+                             ffi::Result<ffi::AnyBuffer> workspace) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  const ffi::AnyBuffer kept = *gate_up;
+  return to_ffi(forward(stream, attrs, x, ids, topk_weights, operands, *y, *workspace, &kept));
+}
+XLA_FFI_DEFINE_HANDLER(kForwardKept, forward_kept_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()   // x [T, H]
+                           .Arg<ffi::AnyBuffer>()   // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()   // topk_weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()   // gate
+                           .Arg<ffi::AnyBuffer>()   // up
+                           .Arg<ffi::AnyBuffer>()   // down
+                           .Arg<ffi::AnyBuffer>()   // b_gate
+                           .Arg<ffi::AnyBuffer>()   // b_up
+                           .Arg<ffi::AnyBuffer>()   // b_down
+                           .Ret<ffi::AnyBuffer>()   // y [T, H]
+                           .Ret<ffi::AnyBuffer>()   // gate_up [T, K, 2I], ungated [T, K, I]
                            .Ret<ffi::AnyBuffer>(),  // workspace u8
                        {ffi::Traits::kCmdBufferCompatible});
 
@@ -182,13 +211,17 @@ XLA_FFI_DEFINE_HANDLER(kCombine, combine_impl,
 
 Status cuda_forward(cudaStream_t stream, const ExpertProblem& p, int64_t capacity, const ExpertWeights& weights,
                     const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-                    const ffi::AnyBuffer& y, const ffi::AnyBuffer& workspace) {
+                    const ffi::AnyBuffer& y, const ffi::AnyBuffer& workspace, const ffi::AnyBuffer* gate_up) {
   STREAMMOE_RETURN_IF_ERROR(expect_kernel_type(p.dtype));
   sm90::ForwardArgs args;
   args.dtype = p.dtype, args.weights = weights, args.capacity = kernel_capacity(capacity);
   args.num_tokens = tokens_of(ids, p);
   STREAMMOE_RETURN_IF_ERROR(expect_batch(p, args.num_tokens, x, ids, topk_weights));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, element_type(p.dtype), args.num_tokens * p.hidden));
+  if (gate_up != nullptr) {
+    STREAMMOE_RETURN_IF_ERROR(expect_gate_up(p, args.num_tokens, *gate_up));
+    args.gate_up = gate_up->untyped_data();
+  }
   args.top_k = p.top_k, args.hidden = p.hidden, args.intermediate = p.intermediate, args.num_experts = p.num_experts;
   args.activation = p.activation, args.limit = p.limit;
   args.x = x.untyped_data(), args.topk_ids = ids.typed_data<int32_t>();
@@ -201,10 +234,14 @@ Status cuda_forward(cudaStream_t stream, const ExpertProblem& p, int64_t capacit
 void* load_kernels_handler() { return reinterpret_cast<void*>(+kInitialize); }
 
 std::vector<CudaHandler> cuda_layer_handlers() {
-  return {
-      {"forward", "initialize", load_kernels_handler()}, {"forward", "execute", reinterpret_cast<void*>(+kForward)},
-      {"rows", "initialize", load_kernels_handler()},    {"rows", "execute", reinterpret_cast<void*>(+kRows)},
-      {"combine", "initialize", load_kernels_handler()}, {"combine", "execute", reinterpret_cast<void*>(+kCombine)}};
+  return {{"forward", "initialize", load_kernels_handler()},
+          {"forward", "execute", reinterpret_cast<void*>(+kForward)},
+          {"forward_kept", "initialize", load_kernels_handler()},
+          {"forward_kept", "execute", reinterpret_cast<void*>(+kForwardKept)},
+          {"rows", "initialize", load_kernels_handler()},
+          {"rows", "execute", reinterpret_cast<void*>(+kRows)},
+          {"combine", "initialize", load_kernels_handler()},
+          {"combine", "execute", reinterpret_cast<void*>(+kCombine)}};
 }
 
 int64_t cuda_forward_bytes(int64_t num_tokens, int64_t top_k, int64_t hidden, int64_t intermediate,

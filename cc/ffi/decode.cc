@@ -121,6 +121,11 @@ Status expect_batch(const ExpertProblem& p, int64_t num_tokens, const ffi::AnyBu
   return expect_buffer("x", x, element_type(p.dtype), num_tokens * p.hidden);
 }
 
+Status expect_gate_up(const ExpertProblem& problem, int64_t num_tokens, const ffi::AnyBuffer& gate_up) {
+  return expect_buffer("gate_up", gate_up, element_type(problem.dtype),
+                       num_tokens * problem.top_k * gate_up_width(problem));
+}
+
 Status expect_rows(const ExpertProblem& p, int64_t num_tokens, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
                    const ffi::AnyBuffer& rows, const ffi::AnyBuffer& dropped, const ffi::AnyBuffer& expert_rows) {
   const int64_t num_pairs = num_tokens * p.top_k;

@@ -66,6 +66,8 @@ int64_t tokens_of(const ffi::AnyBuffer& ids, const ExpertProblem& problem);
 // The operands of a batch-ready layer: x [T, H], ids [T, K] i32, weights [T, K] f32.
 Status expect_batch(const ExpertProblem& problem, int64_t num_tokens, const ffi::AnyBuffer& x,
                     const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights);
+// What a forward keeps for its backward: [T, K, 2I], ungated [T, K, I].
+Status expect_gate_up(const ExpertProblem& problem, int64_t num_tokens, const ffi::AnyBuffer& gate_up);
 // Of `rows`: x [N, H], local ids [N, K] i32 -> rows [N, K, H], dropped [N, K] u8, expert_rows [L] i32.
 Status expect_rows(const ExpertProblem& problem, int64_t num_tokens, const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids,
                    const ffi::AnyBuffer& rows, const ffi::AnyBuffer& dropped, const ffi::AnyBuffer& expert_rows);

@@ -1,10 +1,12 @@
 // Handlers of the layer on one rank's own tokens: no ring, no peer.
 //
 //   forward   x, ids, weights -> y                   the batch-ready layer
+//   forward_kept                  -> y, gate_up       the same, and what enters the activations, for backward_kept
 //   rows      x, ids -> one unweighted row per route  the expert half, for transports made of XLA collectives
 //   check_ids ids -> ids                              an error when one names no expert
 //   combine   rows, ids, weights -> y                 the owner's half
 //   backward  x, dy, ids, weights -> gradients per route, per weight and per expert tensor
+//   backward_kept  and gate_up    -> the same, from gate and up as they were kept
 //   after     values, others -> values                available to the program once the others are: XLA keeps this
 //                                                     order (it drops optimization_barrier before it schedules on CPU)
 //
@@ -30,14 +32,16 @@ namespace {
 
 std::span<const int32_t> as_ids(const ffi::AnyBuffer& ids) { return {ids.typed_data<int32_t>(), ids.element_count()}; }
 
-// Computes the row of every planned pair into rows[pair].
-void run_rows(const ExpertProblem& p, const ExpertWeights& weights, const cpu::Plan& plan, const void* x, void* rows) {
-  const int64_t row_bytes = p.hidden * dtype_bytes(p.dtype);
+// Computes the row of every planned pair into rows[pair]; gate_up [pair], unless null: what enters its activation.
+void run_rows(const ExpertProblem& p, const ExpertWeights& weights, const cpu::Plan& plan, const void* x, void* rows,
+              void* gate_up = nullptr) {
+  const int64_t row_bytes = p.hidden * dtype_bytes(p.dtype), kept_bytes = gate_up_width(p) * dtype_bytes(p.dtype);
   std::vector<cpu::RowTask> tasks;
   tasks.reserve(plan.pairs.size());
   for (const int64_t pair : plan.pairs) {
-    tasks.push_back(
-        {static_cast<const uint8_t*>(x) + pair / p.top_k * row_bytes, static_cast<uint8_t*>(rows) + pair * row_bytes});
+    tasks.push_back({static_cast<const uint8_t*>(x) + pair / p.top_k * row_bytes,
+                     static_cast<uint8_t*>(rows) + pair * row_bytes,
+                     gate_up == nullptr ? nullptr : static_cast<uint8_t*>(gate_up) + pair * kept_bytes});
   }
   const auto blocks = cpu::split_blocks(plan, p.block_m);
   cpu::run_expert_blocks(p, weights, blocks, tasks.data());
@@ -49,8 +53,9 @@ void write_expert_rows(const cpu::Plan& plan, int32_t* out) {
   }
 }
 
+// gate_up: nullptr when nothing is kept; rows of routes that are not taken are zeros then, never what the buffer held.
 Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::AnyBuffer& topk_weights,
-               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y,
+               const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& y, const ffi::AnyBuffer* gate_up,
                const ffi::AnyBuffer& expert_rows, const ffi::AnyBuffer& counts_out, const ffi::Dictionary& dictionary) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
@@ -65,6 +70,10 @@ Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::An
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, element_type(p.dtype), num_tokens * p.hidden));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("counts", counts_out, ffi::DataType::S32, 3));
+  if (gate_up != nullptr) {
+    STREAMMOE_RETURN_IF_ERROR(expect_gate_up(p, num_tokens, *gate_up));
+    std::memset(gate_up->untyped_data(), 0, gate_up->size_bytes());
+  }
   if (checks) STREAMMOE_RETURN_IF_ERROR(cpu::check_ids(as_ids(ids), p.top_k, p.num_experts));
   std::vector<int32_t> clean(static_cast<size_t>(num_pairs));
   const cpu::IdCounts counts = cpu::sanitise_ids(as_ids(ids), p.num_experts, clean.data());
@@ -73,7 +82,7 @@ Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::An
   // Uninitialised on purpose: combine reads the rows of planned pairs only.
   const std::unique_ptr<uint8_t[]> rows(
       new uint8_t[static_cast<size_t>(num_pairs * p.hidden * dtype_bytes(p.dtype)) + 1]);
-  run_rows(p, weights, plan, x.untyped_data(), rows.get());
+  run_rows(p, weights, plan, x.untyped_data(), rows.get(), gate_up == nullptr ? nullptr : gate_up->untyped_data());
   cpu::combine(p.dtype, p.hidden, p.top_k, num_tokens, rows.get(), clean.data(), topk_weights.typed_data<float>(),
                dropped.data(), y.untyped_data(), p.threads);
   write_expert_rows(plan, expert_rows.typed_data<int32_t>());
@@ -88,7 +97,7 @@ ffi::Error forward_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer 
                         ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y,
                         ffi::Result<ffi::AnyBuffer> expert_rows, ffi::Result<ffi::AnyBuffer> counts) {
   const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
-  return to_ffi(forward(x, ids, topk_weights, operands, *y, *expert_rows, *counts, attrs));
+  return to_ffi(forward(x, ids, topk_weights, operands, *y, nullptr, *expert_rows, *counts, attrs));
 }
 XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                        ffi::Ffi::Bind()
@@ -103,6 +112,32 @@ XLA_FFI_DEFINE_HANDLER(kForward, forward_impl,
                            .Arg<ffi::AnyBuffer>()    // b_up
                            .Arg<ffi::AnyBuffer>()    // b_down
                            .Ret<ffi::AnyBuffer>()    // y [T, H]
+                           .Ret<ffi::AnyBuffer>()    // expert_rows [L] i32
+                           .Ret<ffi::AnyBuffer>());  // counts [3] i32: dropped, invalid, masked
+
+ffi::Error forward_kept_impl(ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights,
+                             ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer b_gate,
+                             ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> y,
+                             ffi::Result<ffi::AnyBuffer> gate_up, ffi::Result<ffi::AnyBuffer> expert_rows,
+                             ffi::Result<ffi::AnyBuffer> counts) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  const ffi::AnyBuffer kept = *gate_up;
+  return to_ffi(forward(x, ids, topk_weights, operands, *y, &kept, *expert_rows, *counts, attrs));
+}
+XLA_FFI_DEFINE_HANDLER(kForwardKept, forward_kept_impl,
+                       ffi::Ffi::Bind()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()    // x [T, H]
+                           .Arg<ffi::AnyBuffer>()    // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()    // topk_weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()    // gate
+                           .Arg<ffi::AnyBuffer>()    // up
+                           .Arg<ffi::AnyBuffer>()    // down
+                           .Arg<ffi::AnyBuffer>()    // b_gate
+                           .Arg<ffi::AnyBuffer>()    // b_up
+                           .Arg<ffi::AnyBuffer>()    // b_down
+                           .Ret<ffi::AnyBuffer>()    // y [T, H]
+                           .Ret<ffi::AnyBuffer>()    // gate_up [T, K, 2I], ungated [T, K, I]
                            .Ret<ffi::AnyBuffer>()    // expert_rows [L] i32
                            .Ret<ffi::AnyBuffer>());  // counts [3] i32: dropped, invalid, masked
 
@@ -209,10 +244,12 @@ std::pair<int64_t, int64_t> group_and_rank(const std::string& ring_name, int32_t
   return {member->group, member->rank};
 }
 
+// gate_up: nullptr when they are computed again.
 Status backward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& ids,
-                const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer (&operands)[kNumWeights],
-                const ffi::AnyBuffer& dx_rows, const ffi::AnyBuffer& d_weights,
-                const ffi::AnyBuffer (&results)[kNumWeights], const ffi::Dictionary& dictionary, int32_t ordinal) {
+                const ffi::AnyBuffer& topk_weights, const ffi::AnyBuffer* gate_up,
+                const ffi::AnyBuffer (&operands)[kNumWeights], const ffi::AnyBuffer& dx_rows,
+                const ffi::AnyBuffer& d_weights, const ffi::AnyBuffer (&results)[kNumWeights],
+                const ffi::Dictionary& dictionary, int32_t ordinal) {
   AttrReader attrs(dictionary);
   const ExpertProblem p = read_problem(attrs);
   const int64_t capacity = attrs.i64("capacity");
@@ -240,6 +277,10 @@ Status backward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy, const ffi::An
   args.ids = ids.typed_data<int32_t>(), args.weights = topk_weights.typed_data<float>();
   args.num_tokens = num_tokens;
   args.capacity = capacity;
+  if (gate_up != nullptr) {
+    STREAMMOE_RETURN_IF_ERROR(expect_gate_up(p, num_tokens, *gate_up));
+    args.gate_up = gate_up->untyped_data();
+  }
   cpu::backward(p, weights, args, dx_rows.untyped_data(), d_weights.typed_data<float>(), gradients);
   return {};
 }
@@ -256,7 +297,7 @@ ffi::Error backward_impl(int32_t ordinal, ffi::Dictionary attrs, ffi::AnyBuffer 
   const ffi::AnyBuffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
   Status status = carry("token", token_in, *token_out);
   if (status.ok()) {
-    status = backward(x, dy, ids, topk_weights, operands, *dx_rows, *d_weights, results, attrs, ordinal);
+    status = backward(x, dy, ids, topk_weights, nullptr, operands, *dx_rows, *d_weights, results, attrs, ordinal);
   }
   return to_ffi(status);
 }
@@ -285,6 +326,42 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward_impl,
                            .Ret<ffi::AnyBuffer>()    // d_b_up
                            .Ret<ffi::AnyBuffer>());  // d_b_down
 
+ffi::Error backward_kept_impl(int32_t ordinal, ffi::Dictionary attrs, ffi::AnyBuffer x, ffi::AnyBuffer dy,
+                              ffi::AnyBuffer ids, ffi::AnyBuffer topk_weights, ffi::AnyBuffer gate_up,
+                              ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::AnyBuffer b_gate,
+                              ffi::AnyBuffer b_up, ffi::AnyBuffer b_down, ffi::Result<ffi::AnyBuffer> dx_rows,
+                              ffi::Result<ffi::AnyBuffer> d_weights, ffi::Result<ffi::AnyBuffer> d_gate,
+                              ffi::Result<ffi::AnyBuffer> d_up, ffi::Result<ffi::AnyBuffer> d_down,
+                              ffi::Result<ffi::AnyBuffer> d_b_gate, ffi::Result<ffi::AnyBuffer> d_b_up,
+                              ffi::Result<ffi::AnyBuffer> d_b_down) {
+  const ffi::AnyBuffer operands[kNumWeights] = {gate, up, down, b_gate, b_up, b_down};
+  const ffi::AnyBuffer results[kNumWeights] = {*d_gate, *d_up, *d_down, *d_b_gate, *d_b_up, *d_b_down};
+  return to_ffi(backward(x, dy, ids, topk_weights, &gate_up, operands, *dx_rows, *d_weights, results, attrs, ordinal));
+}
+XLA_FFI_DEFINE_HANDLER(kBackwardKept, backward_kept_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attrs<ffi::Dictionary>()
+                           .Arg<ffi::AnyBuffer>()    // x [T, H]
+                           .Arg<ffi::AnyBuffer>()    // dy [T, H]
+                           .Arg<ffi::AnyBuffer>()    // topk_ids [T, K] i32
+                           .Arg<ffi::AnyBuffer>()    // topk_weights [T, K] f32
+                           .Arg<ffi::AnyBuffer>()    // gate_up [T, K, 2I], ungated [T, K, I]
+                           .Arg<ffi::AnyBuffer>()    // gate
+                           .Arg<ffi::AnyBuffer>()    // up
+                           .Arg<ffi::AnyBuffer>()    // down
+                           .Arg<ffi::AnyBuffer>()    // b_gate
+                           .Arg<ffi::AnyBuffer>()    // b_up
+                           .Arg<ffi::AnyBuffer>()    // b_down
+                           .Ret<ffi::AnyBuffer>()    // dx_rows [T, K, H]
+                           .Ret<ffi::AnyBuffer>()    // d_weights [T, K] f32
+                           .Ret<ffi::AnyBuffer>()    // d_gate
+                           .Ret<ffi::AnyBuffer>()    // d_up
+                           .Ret<ffi::AnyBuffer>()    // d_down
+                           .Ret<ffi::AnyBuffer>()    // d_b_gate
+                           .Ret<ffi::AnyBuffer>()    // d_b_up
+                           .Ret<ffi::AnyBuffer>());  // d_b_down
+
 ffi::Error after_impl(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   for (size_t n = 0; n < rets.size(); ++n) {
     const auto in = args.get<ffi::AnyBuffer>(n);
@@ -301,9 +378,14 @@ XLA_FFI_DEFINE_HANDLER(kAfter, after_impl,
 }  // namespace
 
 std::vector<std::pair<const char*, void*>> layer_handlers() {
-  return {{"forward", reinterpret_cast<void*>(+kForward)},    {"rows", reinterpret_cast<void*>(+kRows)},
-          {"check_ids", reinterpret_cast<void*>(+kCheckIds)}, {"combine", reinterpret_cast<void*>(+kCombine)},
-          {"backward", reinterpret_cast<void*>(+kBackward)},  {"after", reinterpret_cast<void*>(+kAfter)}};
+  return {{"forward", reinterpret_cast<void*>(+kForward)},
+          {"forward_kept", reinterpret_cast<void*>(+kForwardKept)},
+          {"rows", reinterpret_cast<void*>(+kRows)},
+          {"check_ids", reinterpret_cast<void*>(+kCheckIds)},
+          {"combine", reinterpret_cast<void*>(+kCombine)},
+          {"backward", reinterpret_cast<void*>(+kBackward)},
+          {"backward_kept", reinterpret_cast<void*>(+kBackwardKept)},
+          {"after", reinterpret_cast<void*>(+kAfter)}};
 }
 
 }  // namespace streammoe::ffi_glue

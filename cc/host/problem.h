@@ -37,6 +37,11 @@ struct ExpertProblem {
   int32_t threads = 1;                                   // threads of the library one call may use
 };
 
+// Columns of what enters the activation of a row: gate, then up.
+inline constexpr int64_t gate_up_width(const ExpertProblem& p) {
+  return (is_gated(p.activation) ? 2 : 1) * p.intermediate;
+}
+
 // A stack of row-major matrices, one per expert. data == nullptr: absent (bias, or up of an ungated layer).
 template <class Pointer>
 struct ExpertMatrix {

@@ -1,6 +1,7 @@
 // The kernels of the layer's backward on sm_90a, as functions on plain device pointers and a stream.
 //
-// Contract: as launch.h. With the rows of the plan, gate, up and a recomputed as in the forward, dA' = dy W_down^T in
+// Contract: as launch.h. With the rows of the plan, gate, up and a recomputed as in the forward (or a from the rounded
+// gate and up that it kept), dA' = dy W_down^T in
 // float32 from the unscaled dy, and w the route's weight:
 //   d_weights = <dA', a> + <dy, b_down>     64-column groups, ascending; 0 for routes that are not taken
 //   dG, dU    = RN(act'(gate, up, w * dA'))  and  wa = RN(w * a)
@@ -42,6 +43,7 @@ struct BackwardArgs {
   const void* dy = nullptr;             // [T, H]
   const int32_t* topk_ids = nullptr;    // [T, K]
   const float* topk_weights = nullptr;  // [T, K]
+  const void* gate_up = nullptr;        // [T, K, 2 I] ([T, K, I]), as the forward kept it; nullptr: computed again
   void* dx = nullptr;                   // [T, H], or:
   void* dx_rows = nullptr;              // [T, K, H] what each route adds to d_x, 0 where it is not taken
   float* d_weights = nullptr;           // [T, K]

@@ -2,8 +2,8 @@
 //
 // Contract: the workspace is backward_bytes() long, needs no initial value and is free again when the last kernel is
 // done. Ten to fifteen launches, none of which waits for the host. Rows of d_x take the place of those of dy once no
-// kernel reads these any more. Trade-off: gate and up are computed again rather than kept from the forward, a third
-// more products; what a layer keeps between the passes is x, ids and weights.
+// kernel reads these any more. Trade-off: gate and up are computed again unless the forward kept them, a third more
+// products; what a layer keeps between the passes is otherwise x, ids and weights.
 #include <algorithm>
 #include <type_traits>
 

@@ -2,8 +2,9 @@
 //
 // Contract: the workspace is forward_bytes() long, needs no initial value and is free again when the last kernel is
 // done. The up product gathers its rows from x, or they are first copied into the memory that the down product then
-// reuses; both give the same bits. Five or six launches, none of which waits for the host.
-// Trade-off: memory for row_capacity rows of H and of I, whatever the routing turns out to be; nothing is read back.
+// reuses; both give the same bits. With gate and up kept they are copied. Five or six launches, none of which waits for
+// the host. Trade-off: memory for row_capacity rows of H and of I, whatever the routing turns out to be; nothing is
+// read back.
 #include "kernels/backward.h"
 #include "kernels/launch.h"
 
@@ -82,10 +83,15 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
   if (cudaError_t e = launch_plan(plan_args, plan, stream); e != cudaSuccess) return e;
 
   const int64_t pairs = args.num_tokens * args.top_k;
-  const bool fused = args.gather == Gather::kAuto ? gather_in_gemm(pairs, args.num_experts, args.intermediate)
-                                                  : args.gather == Gather::kFused;
+  const bool fuse = args.gather == Gather::kAuto ? gather_in_gemm(pairs, args.num_experts, args.intermediate)
+                                                 : args.gather == Gather::kFused;
+  const bool fused = fuse && args.gate_up == nullptr;
   if (!fused) {
-    const GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden};
+    GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden};
+    if (args.gate_up != nullptr) {
+      gather.cleared = args.gate_up;
+      gather.cleared_width = (is_gated(args.activation) ? 2 : 1) * args.intermediate;
+    }
     if (cudaError_t e = launch_gather_rows(gather, plan, stream); e != cudaSuccess) return e;
   }
 
@@ -95,7 +101,9 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
   pass.dtype = args.dtype, pass.activation = args.activation, pass.limit = args.limit, pass.num_sms = args.num_sms;
   pass.rows = fused ? args.x : rows, pass.gather = fused;
   pass.activations = act, pass.out = rows, pass.scatter = false;
-  if (cudaError_t e = launch_gemm_up_sm90(up_product(pass, plan), stream); e != cudaSuccess) return e;
+  GemmArgs up = up_product(pass, plan);
+  if (args.gate_up != nullptr) up.gate_up = args.gate_up, up.row_pair = plan.row_pair;
+  if (cudaError_t e = launch_gemm_up_sm90(up, stream); e != cudaSuccess) return e;
   if (cudaError_t e = launch_gemm_down_sm90(down_product(pass, plan), stream); e != cudaSuccess) return e;
 
   const CombineArgs combine{rows, args.topk_weights, args.y, args.num_tokens, args.top_k, args.hidden, args.dtype};

@@ -7,63 +7,22 @@
 // reaches into the next expert. A is a matrix of sorted rows, loaded by TMA, or gathered, row r being x[row_pair[r] /
 // top_k], by threads with cp.async, because TMA on this part cannot gather rows. Out is a matrix of sorted rows,
 // written by TMA, or scattered, row r going to out[row_pair[r]], by threads; then rows past the count are not written.
-// The bits are the same. Shape: persistent clusters of 2 CTAs; tile 128 x 256 x 64; four 48-KB stages; a producer
-// warpgroup and two math warpgroups of 64 rows each that do not wait for each other, so that one's epilogue hides
-// behind the other's wgmma. Gated: the 256 columns are 128 of gate and 128 of up, which so meet in one thread's
-// registers. Trade-off: 224 KB of shared memory, one CTA per SM; the output is staged 16 KB at a time per warpgroup.
+// The bits are the same. kKeep: what enters the activation is scattered as well, before it (keep_tile). Shape:
+// persistent clusters of 2 CTAs; tile 128 x 256 x 64; four 48-KB stages; a producer warpgroup and two math warpgroups
+// of 64 rows each that do not wait for each other, so that one's epilogue hides behind the other's wgmma. Gated: the
+// 256 columns are 128 of gate and 128 of up, which so meet in one thread's registers. Trade-off: 224 KB of shared
+// memory, one CTA per SM; the output is staged 16 KB at a time per warpgroup.
 #pragma once
 
 #include <cuda.h>
 
-#include "device/activation.cuh"
-#include "device/element.cuh"
 #include "device/ptx_sm90.cuh"
-#include "device/row_owners.h"
 #include "device/scheduler.cuh"
 #include "device/wgmma_sm90.cuh"
+#include "kernels/gemm_epilogue_sm90.cuh"
+#include "kernels/gemm_params_sm90.cuh"
 
 namespace streammoe::sm90 {
-
-inline constexpr int kBlockN = 256;  // weight columns per tile: the widest instruction, the fewest reads of A
-inline constexpr int kBlockK = 64;   // 128 bytes: the widest swizzle
-inline constexpr int kStages = 4;    // 192 KB, what fits beside the staging buffers; 4 x 0.7 us covers an L2 miss
-inline constexpr int kBoxBytes = 64 * 64 * 2;
-inline constexpr int kStageBytesA = 2 * kBoxBytes;  // [128 rows][64 k], two boxes of 64 rows
-inline constexpr int kStageBytesB = 4 * kBoxBytes;  // [64 k][256 columns], four boxes of 64 columns
-inline constexpr int kStageBytes = kStageBytesA + kStageBytesB;
-inline constexpr int kStagingBytes = 2 * kBoxBytes;         // per math warpgroup
-inline constexpr int kGemmThreads = 384;                    // producer warpgroup + two math warpgroups
-inline constexpr int kBarrierBytes = 2 * kStages * 8 + 32;  // stages, then the tile queue: entry, full, empty
-inline constexpr int kGemmSharedBytes = 1024 + kStages * kStageBytes + 2 * kStagingBytes + kBarrierBytes;
-// 65536 registers over 384 threads give 168 at entry; a math thread needs 128 accumulators and its addresses, a
-// gathering producer thread eight row sources and the claim of tiles. 128 * 72 + 256 * 216 = 64512.
-inline constexpr int kProducerRegisters = 72;
-inline constexpr int kMathRegisters = 216;
-
-// Pointers to uint16_t are to elements of the kernel's type.
-struct GemmParams {
-  const BlockInfo* blocks;
-  const int32_t* num_blocks;  // on the device: the launch does not know how many rows there are
-  TileSpace space;
-  TileCounters* counters;
-  int32_t k_steps;                     // ceil(K / kBlockK)
-  int32_t n_size;                      // columns of the output
-  float limit;                         // clamp of the activation, +infinity for none
-  const uint16_t* bias0;               // gate (gated) or the only one; nullptr for none
-  const uint16_t* bias1;               // up
-  int64_t bias0_stride, bias1_stride;  // elements from one expert to the next
-  // Gathered A or scattered out: the sorted rows' pairs.
-  const int32_t* row_pair;
-  RowOwners owners;
-  uint32_t* resident;    // counts CTAs that have their SM; nullptr for none
-  bool holds_successor;  // the next kernel may take SMs only when this one has finished with them
-  // Gathered A only: x [T, depth], routes per token.
-  const uint16_t* x;
-  int32_t top_k;
-  int32_t depth;
-  // Scattered out only: the matrix [pairs, n_size].
-  uint16_t* out;
-};
 
 inline constexpr int kGatherThreads = 128;  // the producer warpgroup
 inline constexpr uint16_t kBothCtas = 3;    // multicast mask of the pair
@@ -242,153 +201,8 @@ __device__ __forceinline__ void drain(Pipeline& pipe, int32_t k_steps, int lane,
   }
 }
 
-template <DType kType, int kFirst, int kGroups>
-__device__ __forceinline__ void add_bias(float (&acc)[128], const uint16_t* bias, int32_t column, int32_t n_size,
-                                         int lane) {
-#pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
-    const int32_t c = column + 8 * j + 2 * (lane & 3);
-    if (c < n_size) {
-      const uint32_t pair = *reinterpret_cast<const uint32_t*>(bias + c);
-      const float low = Element<kType>::low(pair), high = Element<kType>::high(pair);
-      float* d = acc + kFirst + 4 * j;
-      d[0] = __fadd_rn(d[0], low);
-      d[1] = __fadd_rn(d[1], high);
-      d[2] = __fadd_rn(d[2], low);
-      d[3] = __fadd_rn(d[3], high);
-    }
-  }
-}
-
-// One 16-column strip of a 64 x 64 box, 128-byte swizzled as TMA expects: 16-byte chunk c of row r lies at c
-// ^ (r % 8).
-__device__ __forceinline__ void stage_strip(uint32_t box, int strip, int row, int lane, const uint32_t (&packed)[4]) {
-  const uint32_t chunk = (2 * strip + (lane >> 4)) ^ (row & 7);
-  stmatrix_x4(box + row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
-}
-
-template <DType kType, bool kGated>
-__device__ __forceinline__ void add_biases(float (&acc)[128], const GemmParams& p, const Tile& tile, int lane) {
-  constexpr int kColumns = kGated ? kBlockN / 2 : kBlockN;
-  const int32_t column = tile.n_tile * kColumns;
-  if (p.bias0 != nullptr) {
-    const uint16_t* bias = p.bias0 + tile.expert * p.bias0_stride;
-    add_bias<kType, 0, kColumns / 8>(acc, bias, column, p.n_size, lane);
-  }
-  if constexpr (kGated) {
-    if (p.bias1 != nullptr) {
-      const uint16_t* bias = p.bias1 + tile.expert * p.bias1_stride;
-      add_bias<kType, 64, kColumns / 8>(acc, bias, column, p.n_size, lane);
-    }
-  }
-}
-
-// Activation (if any) and rounding of 64 columns: four strips of 16 columns as stmatrix takes them.
-template <DType kType, bool kGated, bool kActivate, Activation kActivation>
-__device__ __forceinline__ void pack_box(uint32_t (&packed)[4][4], const float (&acc)[128], int box, float limit) {
-#pragma unroll
-  for (int strip = 0; strip < 4; ++strip) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int e = (box * 4 + strip) * 8 + 2 * i;  // accumulators: strip of two 8-column groups
-      if constexpr (kGated) {
-        packed[strip][i] = Element<kType>::pack(activate<kActivation>(acc[e], acc[64 + e], limit),
-                                                activate<kActivation>(acc[e + 1], acc[64 + e + 1], limit));
-      } else if constexpr (kActivate) {
-        packed[strip][i] = Element<kType>::pack(activate<kActivation>(acc[e], 0.0f, limit),
-                                                activate<kActivation>(acc[e + 1], 0.0f, limit));
-      } else {
-        packed[strip][i] = Element<kType>::pack(acc[e], acc[e + 1]);
-      }
-    }
-  }
-}
-
-// Epilogue in sorted order: bias, activation, rounding, shared memory, TMA store, in boxes of 64 columns over two
-// buffers.
-template <DType kType, bool kGated, bool kActivate, Activation kActivation>
-__device__ __forceinline__ void store_tile(float (&acc)[128], const CUtensorMap& map_out, const GemmParams& p,
-                                           const Tile& tile, int group, int warp, int lane, uint32_t staging) {
-  constexpr int kColumns = kGated ? kBlockN / 2 : kBlockN;
-  const int32_t column = tile.n_tile * kColumns;
-  add_biases<kType, kGated>(acc, p, tile, lane);
-  const bool issuer = warp == 0 && lane == 0;
-  const int row = warp * 16 + (lane & 15);  // the row whose address this lane gives to stmatrix
-#pragma unroll
-  for (int box = 0; box < kColumns / 64; ++box) {
-    const uint32_t buffer = staging + (box & 1) * kBoxBytes;
-    uint32_t packed[4][4];
-    pack_box<kType, kGated, kActivate, kActivation>(packed, acc, box, p.limit);
-    // The store that read this buffer two boxes ago is done reading; the barrier tells the other threads.
-    if (issuer) tma_store_wait_read<1>();
-    named_barrier_sync(1 + group, 128);
-#pragma unroll
-    for (int strip = 0; strip < 4; ++strip) stage_strip(buffer, strip, row, lane, packed[strip]);
-    fence_async_shared();  // publishes this thread's stmatrix writes to the TMA store behind the barrier
-    named_barrier_sync(1 + group, 128);
-    if (issuer && column + 64 * box < p.n_size) {
-      tma_store_2d(&map_out, buffer, column + 64 * box, tile.block * kBlockM + 64 * group);
-    }
-    if (issuer) tma_store_commit();
-  }
-}
-
-// Where the row of this pair goes: to its place in `out`, or at its owner, which may be another GPU.
-__device__ __forceinline__ uint16_t* row_destination(const GemmParams& p, int32_t pair) {
-  if (p.owners.peers == nullptr) return p.out + static_cast<int64_t>(pair) * p.n_size;
-  const int32_t row = pair / p.top_k;
-  const TokenOrder::Owner owner = p.owners.order.owner(row);
-  const int64_t place = static_cast<int64_t>(owner.token) * p.top_k + (pair - row * p.top_k);
-  return reinterpret_cast<uint16_t*>(p.owners.peers[owner.rank] + p.owners.offset) + place * p.n_size;
-}
-
-// The rows that a lane stores when scattering: eight lanes write 128 bytes of one row, a warp's 16 rows are four steps.
-inline constexpr int kScatterSteps = 4;
-__device__ __forceinline__ int scatter_row(int step, int lane) { return 4 * step + (lane >> 3); }
-
-// Pairs of this lane's rows, -1 for rows that are not written; asked for before the product, which hides the latency.
-__device__ __forceinline__ void load_pairs(int32_t (&pairs)[kScatterSteps], const GemmParams& p, const Tile& tile,
-                                           int group, int warp, int lane) {
-#pragma unroll
-  for (int step = 0; step < kScatterSteps; ++step) {
-    const int32_t row = 64 * group + 16 * warp + scatter_row(step, lane);
-    pairs[step] = row < tile.rows ? p.row_pair[static_cast<int64_t>(tile.block) * kBlockM + row] : -1;
-  }
-}
-
-// Epilogue with scattered rows: as store_tile, but each warp stages its own 16 rows and writes them itself, in pieces
-// of 16 bytes, so warps do not wait for each other. Two buffers: when a warp writes one, its __syncwarp() for the other
-// has already ordered all its lanes' reads of the box before.
-template <DType kType, bool kGated, bool kActivate, Activation kActivation>
-__device__ __forceinline__ void scatter_tile(float (&acc)[128], const int32_t (&pairs)[kScatterSteps],
-                                             const GemmParams& p, const Tile& tile, int warp, int lane,
-                                             uint32_t staging) {
-  constexpr int kColumns = kGated ? kBlockN / 2 : kBlockN;
-  const int32_t column = tile.n_tile * kColumns + 8 * (lane & 7);
-  add_biases<kType, kGated>(acc, p, tile, lane);
-  uint16_t* target[kScatterSteps];
-#pragma unroll
-  for (int step = 0; step < kScatterSteps; ++step) target[step] = row_destination(p, max(pairs[step], 0)) + column;
-  const uint32_t own = staging + warp * 16 * 128;  // a multiple of 1024, so row % 8 is that of the box
-#pragma unroll
-  for (int box = 0; box < kColumns / 64; ++box) {
-    const uint32_t buffer = own + (box & 1) * kBoxBytes;
-    uint32_t packed[4][4];
-    pack_box<kType, kGated, kActivate, kActivation>(packed, acc, box, p.limit);
-#pragma unroll
-    for (int strip = 0; strip < 4; ++strip) stage_strip(buffer, strip, lane & 15, lane, packed[strip]);
-    __syncwarp();  // publishes the lanes' stmatrix writes to the loads below
-    const bool inside = column + 64 * box < p.n_size;
-#pragma unroll
-    for (int step = 0; step < kScatterSteps; ++step) {
-      const int row = scatter_row(step, lane);
-      const int4 piece = load_shared_16(buffer + row * 128 + (((lane & 7) ^ (row & 7)) << 4));
-      if (inside && pairs[step] >= 0) *reinterpret_cast<int4*>(target[step] + 64 * box) = piece;
-    }
-  }
-}
-
-template <DType kType, bool kGather, bool kScatter, bool kGated, bool kActivate, Activation kActivation>
+template <DType kType, bool kGather, bool kScatter, bool kGated, bool kActivate, Activation kActivation,
+          bool kKeep = false>
 __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUtensorMap& map_b0,
                                              const CUtensorMap& map_b1, const CUtensorMap& map_out,
                                              const GemmParams& p) {
@@ -449,9 +263,11 @@ __device__ __forceinline__ void grouped_gemm(const CUtensorMap& map_a, const CUt
       }
       const uint32_t buffers = staging + group * kStagingBytes;
       int32_t pairs[kScatterSteps];
-      if constexpr (kScatter) load_pairs(pairs, p, tile, group, warp & 3, lane);
+      if constexpr (kScatter || kKeep) load_pairs(pairs, p, tile, group, warp & 3, lane);
       float acc[128];
       multiply<kType, kGather>(acc, pipe, p.k_steps, group, lane, base, full, empty);
+      add_biases<kType, kGated>(acc, p, tile, lane);
+      if constexpr (kKeep) keep_tile<kType, kGated>(acc, pairs, p, tile, group, warp & 3, lane, buffers);
       if constexpr (kScatter) {
         scatter_tile<kType, kGated, kActivate, kActivation>(acc, pairs, p, tile, warp & 3, lane, buffers);
       } else {

@@ -5,6 +5,6 @@
 
 namespace streammoe::sm90 {
 
-template DactKernel gemm_dact_kernel<DType::kBF16>(Activation activation);
+template DactKernel gemm_dact_kernel<DType::kBF16>(Activation activation, bool kept);
 
 }  // namespace streammoe::sm90

@@ -32,12 +32,16 @@ struct DactParams {
   const float* row_weight;  // [R]
   float* partial;           // [ceil(I / 64)][R]
   int64_t row_capacity;     // R
+  // Kept gate and up only: the matrix [pairs, 2 width], gate first, ungated [pairs, width]; the sorted rows' pairs.
+  const uint16_t* gate_up;
+  const int32_t* row_pair;
 };
 
 using DactKernel = void (*)(DactMaps, DactParams);
 
 // Instantiated in gemm_dact_bf16_sm90.cu and gemm_dact_f16_sm90.cu; nullptr for an activation that does not exist.
+// kept: gate and up are read and not computed.
 template <DType kType>
-DactKernel gemm_dact_kernel(Activation activation);
+DactKernel gemm_dact_kernel(Activation activation, bool kept);
 
 }  // namespace streammoe::sm90

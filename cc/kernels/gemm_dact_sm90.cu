@@ -10,8 +10,10 @@ namespace streammoe::sm90 {
 cudaError_t prepare_gemm_dact_sm90() {
   for (int32_t a = 0; a <= static_cast<int32_t>(Activation::kReLU2); ++a) {
     const Activation activation = static_cast<Activation>(a);
-    if (cudaError_t e = prepare_frame(gemm_dact_kernel<DType::kBF16>(activation)); e != cudaSuccess) return e;
-    if (cudaError_t e = prepare_frame(gemm_dact_kernel<DType::kF16>(activation)); e != cudaSuccess) return e;
+    for (const bool kept : {false, true}) {
+      if (cudaError_t e = prepare_frame(gemm_dact_kernel<DType::kBF16>(activation, kept)); e != cudaSuccess) return e;
+      if (cudaError_t e = prepare_frame(gemm_dact_kernel<DType::kF16>(activation, kept)); e != cudaSuccess) return e;
+    }
   }
   return cudaSuccess;
 }
@@ -20,8 +22,9 @@ cudaError_t launch_gemm_dact_sm90(const BackwardArgs& args, const Plan& plan, co
                                   cudaStream_t stream) {
   const BackwardSizes& s = args.sizes;
   if (cudaError_t e = check_sizes(args, plan); e != cudaSuccess) return e;
-  const DactKernel kernel = args.dtype == DType::kF16 ? gemm_dact_kernel<DType::kF16>(args.activation)
-                                                      : gemm_dact_kernel<DType::kBF16>(args.activation);
+  const bool kept = args.gate_up != nullptr;
+  const DactKernel kernel = args.dtype == DType::kF16 ? gemm_dact_kernel<DType::kF16>(args.activation, kept)
+                                                      : gemm_dact_kernel<DType::kBF16>(args.activation, kept);
   if (kernel == nullptr) return cudaErrorInvalidValue;
 
   DactMaps maps;
@@ -64,6 +67,8 @@ cudaError_t launch_gemm_dact_sm90(const BackwardArgs& args, const Plan& plan, co
   params.row_weight = rows.row_weight;
   params.partial = rows.partial;
   params.row_capacity = capacity;
+  params.gate_up = static_cast<const uint16_t*>(args.gate_up);
+  params.row_pair = plan.row_pair;
   Grid grid;
   if (cudaError_t e = grid_of(plan.block_capacity * params.space.half_tiles, args.num_sms, &grid); e != cudaSuccess)
     return e;

@@ -6,10 +6,14 @@
 // all elsewhere. Shape: gemm_core_sm90.cuh's, with depth H twice: k steps of x with W_gate and W_up, then of dy with
 // W_down read along its rows. The two products have accumulators of their own and follow each other without a pause.
 // The epilogue goes 8 columns at a time into boxes of 32: a math thread holds 192 accumulators of its 232 registers.
-// Trade-off: no gate and up in memory. Stored in float32, as the bits ask for (the forward rounds only a), they are 8
-// bytes per element written and read: 0.9 GB at qwen3-30b, 4 GB at mixtral and 2 GB more of workspace. The price: dy
-// meets 128 columns at a time and not 256, so that a third of the work needs a third more bytes from L2.
+// With kept gate and up the first product falls away, and a thread reads its part of them, 64 registers, instead.
+// Trade-off of computing them again: no gate and up in memory. Stored in float32, as the bits ask for (the forward
+// rounds only a), they are 8 bytes per element written and read: 0.9 GB at qwen3-30b, 4 GB at mixtral and 2 GB more of
+// workspace. The price: dy meets 128 columns at a time and not 256, so that a third of the work needs a third more
+// bytes from L2.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/backward_core_sm90.cuh"
 #include "kernels/gemm_dact_params.cuh"
@@ -18,7 +22,7 @@ namespace streammoe::sm90 {
 
 namespace {
 
-template <bool kGated>
+template <bool kGated, bool kKept>
 __device__ __forceinline__ void produce_dact(const DactMaps& maps, const DactParams& p, const Frame& f) {
   constexpr int kBoxes = kGated ? 4 : 2;
   TileQueue queue = f.queue();
@@ -26,7 +30,7 @@ __device__ __forceinline__ void produce_dact(const DactMaps& maps, const DactPar
   Tile tile;
   while (queue.next<false>(tile, 0)) {
     const int32_t column = tile.n_tile * kDactColumns;
-    for (int32_t k = 0; k < p.k_steps; ++k) {
+    for (int32_t k = 0; !kKept && k < p.k_steps; ++k) {
       const uint32_t a = begin_stage(f, pipe, kStageBytesA + kBoxes * kBoxBytes);
       const uint32_t bar = f.full + 8 * pipe.stage;
       load_rows(&maps.x, tile, f.rank, k * kBlockK, a, bar);
@@ -83,8 +87,8 @@ __device__ __forceinline__ RowPair load_row_pair(const DactParams& p, const Tile
 }
 
 // d_gate, d_up and wa of 8 columns as stmatrix takes them, and the thread's part of the columns in its rows' share of
-// d_weights, ascending. pre and d_act: the columns' accumulators, up 64 behind gate.
-template <DType kType, Activation kActivation, bool kGated>
+// d_weights, ascending. pre and d_act: the columns' values, up kUpOffset behind gate.
+template <DType kType, Activation kActivation, bool kGated, int kUpOffset>
 __device__ __forceinline__ void differentiate(uint32_t (&d_gate)[2], uint32_t (&d_up)[2], uint32_t (&wa)[2],
                                               float (&share)[2], const float* pre, const float* d_act,
                                               const RowPair& rows, float limit, bool inside) {
@@ -93,7 +97,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&d_gate)[2], uint32_t (&
   for (int h = 0; h < 2; ++h) {
     const int e = 2 * h;
     const float w = rows.weight[h];
-    const float up0 = kGated ? pre[64 + e] : 0.0f, up1 = kGated ? pre[64 + e + 1] : 0.0f;
+    const float up0 = kGated ? pre[kUpOffset + e] : 0.0f, up1 = kGated ? pre[kUpOffset + e + 1] : 0.0f;
     const ActivationGradient g0 = activate_backward<kActivation>(pre[e], up0, limit, __fmul_rn(w, d_act[e]));
     const ActivationGradient g1 = activate_backward<kActivation>(pre[e + 1], up1, limit, __fmul_rn(w, d_act[e + 1]));
     const uint32_t a = Type::pack(g0.value, g1.value);
@@ -110,20 +114,73 @@ __device__ __forceinline__ void differentiate(uint32_t (&d_gate)[2], uint32_t (&
 
 inline constexpr int kNarrowBoxBytes = 64 * 32 * 2;
 
-template <DType kType, Activation kActivation, bool kGated>
-__device__ __forceinline__ void finish_dact_tile(float (&pre)[kGated ? 128 : 64], float (&d_act)[64],
-                                                 const RowPair& rows, const DactMaps& maps, const DactParams& p,
-                                                 const Tile& tile, const Frame& f, int group) {
-  const int32_t column = tile.n_tile * kDactColumns;
-  const int warp = f.warp & 3;
-  if (p.bias0 != nullptr) {
-    add_bias_of<kType, 0>(pre, p.bias0 + tile.expert * p.bias0_stride, column, p.width, f.lane);
-  }
-  if constexpr (kGated) {
-    if (p.bias1 != nullptr) {
-      add_bias_of<kType, 64>(pre, p.bias1 + tile.expert * p.bias1_stride, column, p.width, f.lane);
+// gate and up of a tile for one thread, as float32 accumulators: two columns of both its rows in each 8 columns.
+template <DType kType, bool kGated>
+struct ComputedPre {
+  static constexpr int kUpOffset = 64;
+  float acc[kGated ? 128 : 64];
+
+  __device__ __forceinline__ void add_biases(const DactParams& p, const Tile& tile, int lane) {
+    const int32_t column = tile.n_tile * kDactColumns;
+    if (p.bias0 != nullptr) {
+      add_bias_of<kType, 0>(acc, p.bias0 + tile.expert * p.bias0_stride, column, p.width, lane);
+    }
+    if constexpr (kGated) {
+      if (p.bias1 != nullptr) {
+        add_bias_of<kType, kUpOffset>(acc, p.bias1 + tile.expert * p.bias1_stride, column, p.width, lane);
+      }
     }
   }
+  __device__ __forceinline__ const float* eight(int i, float (&)[8]) const { return acc + 4 * i; }
+};
+
+// The same as the forward kept them, rounded, with their biases. They are asked for before the product, which hides the
+// way from memory: a thread's 4 bytes of 8 columns, four threads 16 bytes of a row, the other half of the sector in the
+// next load. Rows without a route and columns past I are zero.
+template <DType kType, bool kGated>
+struct KeptPre {
+  static constexpr int kUpOffset = 4;
+  uint32_t gate[32], up[kGated ? 32 : 1];  // [8 columns][row]
+
+  __device__ __forceinline__ void load(const DactParams& p, const Tile& tile, int group, const Frame& f) {
+    const int32_t column = tile.n_tile * kDactColumns;
+    const int64_t row_stride = kGated ? 2 * static_cast<int64_t>(p.width) : p.width;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t row = 64 * group + 16 * (f.warp & 3) + (f.lane >> 2) + 8 * h;
+      const bool valid = row < tile.rows;
+      const int32_t pair = valid ? p.row_pair[static_cast<int64_t>(tile.block) * kBlockM + row] : 0;
+      const uint16_t* source = p.gate_up + pair * row_stride + column + 2 * (f.lane & 3);
+#pragma unroll
+      for (int i = 0; i < kDactColumns / 8; ++i) {
+        const bool inside = valid && column + 8 * i < p.width;
+        gate[2 * i + h] = inside ? *reinterpret_cast<const uint32_t*>(source + 8 * i) : 0u;
+        if constexpr (kGated) {
+          up[2 * i + h] = inside ? *reinterpret_cast<const uint32_t*>(source + p.width + 8 * i) : 0u;
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ const float* eight(int i, float (&values)[8]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      values[2 * h] = Element<kType>::low(gate[2 * i + h]);
+      values[2 * h + 1] = Element<kType>::high(gate[2 * i + h]);
+      if constexpr (kGated) {
+        values[4 + 2 * h] = Element<kType>::low(up[2 * i + h]);
+        values[4 + 2 * h + 1] = Element<kType>::high(up[2 * i + h]);
+      }
+    }
+    return values;
+  }
+};
+
+template <DType kType, Activation kActivation, bool kGated, class Pre>
+__device__ __forceinline__ void finish_dact_tile(const Pre& pre, float (&d_act)[64], const RowPair& rows,
+                                                 const DactMaps& maps, const DactParams& p, const Tile& tile,
+                                                 const Frame& f, int group) {
+  const int32_t column = tile.n_tile * kDactColumns;
+  const int warp = f.warp & 3;
   const uint32_t staging = f.staging + group * kStagingBytes;
   const int32_t box_row = tile.block * kBlockM + 64 * group;
   const bool issuer = warp == 0 && f.lane == 0;
@@ -137,10 +194,11 @@ __device__ __forceinline__ void finish_dact_tile(float (&pre)[kGated ? 128 : 64]
     const int32_t first = column + 32 * box;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int e = (box * 4 + j) * 4;
+      float values[8];
+      const float* eight = pre.eight(box * 4 + j, values);
       uint32_t d_gate[2], d_up[2], wa[2];
-      differentiate<kType, kActivation, kGated>(d_gate, d_up, wa, share, pre + e, d_act + e, rows, p.limit,
-                                                first + 8 * j < p.width);
+      differentiate<kType, kActivation, kGated, Pre::kUpOffset>(
+          d_gate, d_up, wa, share, eight, d_act + (box * 4 + j) * 4, rows, p.limit, first + 8 * j < p.width);
       if (j == 0) {
         // The stores of the box before are done reading; the barrier tells the other threads.
         if (issuer) tma_store_wait_read<0>();
@@ -174,7 +232,7 @@ __device__ __forceinline__ void finish_dact_tile(float (&pre)[kGated ? 128 : 64]
   }
 }
 
-template <DType kType, Activation kActivation, bool kGated>
+template <DType kType, Activation kActivation, bool kGated, bool kKept>
 __device__ __forceinline__ void compute_dact(const DactMaps& maps, const DactParams& p, const Frame& f) {
   constexpr int kGatedN = kGated ? 2 * kDactColumns : kDactColumns;
   const int group = (f.warp >> 2) - 1;
@@ -188,16 +246,24 @@ __device__ __forceinline__ void compute_dact(const DactMaps& maps, const DactPar
   while (queue.receive<true>(message, f.lane)) {
     const Tile tile = TileQueue::decode(message);
     if (tile.rows <= 64 * group) {
-      drain(pipe, 2 * p.k_steps, f.lane, f.full, f.empty);
+      drain(pipe, (kKept ? 1 : 2) * p.k_steps, f.lane, f.full, f.empty);
       continue;
     }
-    float pre[kGated ? 128 : 64], d_act[64];
+    std::conditional_t<kKept, KeptPre<kType, kGated>, ComputedPre<kType, kGated>> pre;
+    float d_act[64];
     int held = -1;
-    multiply_stages<kType, kGatedN, 0, 1>(pre, f, pipe, held, p.k_steps, a_base, up_base);
+    if constexpr (kKept) {
+      pre.load(p, tile, group, f);
+    } else {
+      multiply_stages<kType, kGatedN, 0, 1>(pre.acc, f, pipe, held, p.k_steps, a_base, up_base);
+    }
     multiply_stages<kType, kDactColumns, 0, 0>(d_act, f, pipe, held, p.k_steps, a_base, down_base);
     const RowPair rows = load_row_pair(p, tile, group, f);  // while the last products run
     finish_products(f, held);
-    fence_accumulators(pre);
+    if constexpr (!kKept) {
+      fence_accumulators(pre.acc);
+      pre.add_biases(p, tile, f.lane);
+    }
     fence_accumulators(d_act);
     finish_dact_tile<kType, kActivation, kGated>(pre, d_act, rows, maps, p, tile, f, group);
   }
@@ -206,7 +272,7 @@ __device__ __forceinline__ void compute_dact(const DactMaps& maps, const DactPar
 }
 
 // kGated is a parameter only because device code may not call the host function is_gated.
-template <DType kType, Activation kActivation, bool kGated = is_gated(kActivation)>
+template <DType kType, Activation kActivation, bool kKept, bool kGated = is_gated(kActivation)>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
     gemm_dact_sm90(const __grid_constant__ DactMaps maps, const __grid_constant__ DactParams p) {
   const Frame f = make_frame();
@@ -215,7 +281,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
   if (f.warp < 4) {
     registers_decrease<kWideProducerRegisters>();
     if (f.warp == 0 && f.lane == 0) {
-      produce_dact<kGated>(maps, p, f);
+      produce_dact<kGated, kKept>(maps, p, f);
     } else if (f.warp == 1 && f.lane == 0 && f.rank == 0) {
       TileScheduler scheduler(p.blocks, p.num_blocks, p.space, p.counters, f.queue());
       scheduler.send();
@@ -223,28 +289,33 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGemmThreads, 1)
     }
   } else {
     registers_increase<kWideMathRegisters>();
-    compute_dact<kType, kActivation, kGated>(maps, p, f);
+    compute_dact<kType, kActivation, kGated, kKept>(maps, p, f);
   }
   leave_together();
+}
+
+template <DType kType, Activation kActivation>
+DactKernel gemm_dact_of(bool kept) {
+  return kept ? gemm_dact_sm90<kType, kActivation, true> : gemm_dact_sm90<kType, kActivation, false>;
 }
 
 }  // namespace
 
 template <DType kType>
-DactKernel gemm_dact_kernel(Activation activation) {
+DactKernel gemm_dact_kernel(Activation activation, bool kept) {
   switch (activation) {
     case Activation::kSwiGLU:
-      return gemm_dact_sm90<kType, Activation::kSwiGLU>;
+      return gemm_dact_of<kType, Activation::kSwiGLU>(kept);
     case Activation::kSwiGLUOAI:
-      return gemm_dact_sm90<kType, Activation::kSwiGLUOAI>;
+      return gemm_dact_of<kType, Activation::kSwiGLUOAI>(kept);
     case Activation::kGeGLU:
-      return gemm_dact_sm90<kType, Activation::kGeGLU>;
+      return gemm_dact_of<kType, Activation::kGeGLU>(kept);
     case Activation::kSiLU:
-      return gemm_dact_sm90<kType, Activation::kSiLU>;
+      return gemm_dact_of<kType, Activation::kSiLU>(kept);
     case Activation::kGELU:
-      return gemm_dact_sm90<kType, Activation::kGELU>;
+      return gemm_dact_of<kType, Activation::kGELU>(kept);
     case Activation::kReLU2:
-      return gemm_dact_sm90<kType, Activation::kReLU2>;
+      return gemm_dact_of<kType, Activation::kReLU2>(kept);
   }
   return nullptr;
 }

@@ -18,10 +18,13 @@ namespace streammoe::sm90 {
 
 using GemmKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, GemmParams);
 
+// Rows of an up product: sorted already, gathered from x, or sorted with their gate and up kept.
+enum class UpKind { kSorted, kGather, kKeep };
+
 // Defined in gemm_up_sm90.cuh, instantiated in gemm_up_bf16_sm90.cu and gemm_up_f16_sm90.cu; nullptr for an activation
 // that does not exist.
 template <DType kType>
-GemmKernel gemm_up_kernel(Activation activation, bool gather);
+GemmKernel gemm_up_kernel(Activation activation, UpKind kind);
 
 inline cudaError_t prepare_gemm(GemmKernel kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmSharedBytes);
@@ -60,7 +63,8 @@ inline cudaError_t launch_gemm(GemmKernel kernel, bool gated, const GemmArgs& ar
   params.top_k = static_cast<int32_t>(args.top_k);
   params.depth = static_cast<int32_t>(args.depth);
   params.out = static_cast<uint16_t*>(args.out);
-  const bool gather = args.row_pair != nullptr && !args.scatter;
+  params.gate_up = static_cast<uint16_t*>(args.gate_up);
+  const bool gather = args.row_pair != nullptr && !args.scatter && args.gate_up == nullptr;
   if (args.counters == nullptr || (gather && args.top_k < 1)) return cudaErrorInvalidValue;
   const int64_t max_tiles = args.block_capacity * params.space.half_tiles;
   if (max_tiles > std::numeric_limits<int32_t>::max() - sms) return cudaErrorInvalidValue;

@@ -5,6 +5,6 @@
 
 namespace streammoe::sm90 {
 
-template GemmKernel gemm_up_kernel<DType::kBF16>(Activation activation, bool gather);
+template GemmKernel gemm_up_kernel<DType::kBF16>(Activation activation, UpKind kind);
 
 }  // namespace streammoe::sm90

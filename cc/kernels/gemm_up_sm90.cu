@@ -10,9 +10,9 @@ namespace streammoe::sm90 {
 cudaError_t prepare_gemm_up_sm90() {
   for (int32_t a = 0; a <= static_cast<int32_t>(Activation::kReLU2); ++a) {
     const Activation activation = static_cast<Activation>(a);
-    for (const bool gather : {false, true}) {
-      if (cudaError_t e = prepare_gemm(gemm_up_kernel<DType::kBF16>(activation, gather)); e != cudaSuccess) return e;
-      if (cudaError_t e = prepare_gemm(gemm_up_kernel<DType::kF16>(activation, gather)); e != cudaSuccess) return e;
+    for (const UpKind kind : {UpKind::kSorted, UpKind::kGather, UpKind::kKeep}) {
+      if (cudaError_t e = prepare_gemm(gemm_up_kernel<DType::kBF16>(activation, kind)); e != cudaSuccess) return e;
+      if (cudaError_t e = prepare_gemm(gemm_up_kernel<DType::kF16>(activation, kind)); e != cudaSuccess) return e;
     }
   }
   return cudaSuccess;
@@ -20,9 +20,12 @@ cudaError_t prepare_gemm_up_sm90() {
 
 cudaError_t launch_gemm_up_sm90(const GemmArgs& args, cudaStream_t stream, uint32_t* ctas) {
   if (args.scatter || args.dtype == DType::kF32) return cudaErrorInvalidValue;
-  const bool gather = args.row_pair != nullptr;
-  const GemmKernel kernel = args.dtype == DType::kF16 ? gemm_up_kernel<DType::kF16>(args.activation, gather)
-                                                      : gemm_up_kernel<DType::kBF16>(args.activation, gather);
+  if (args.gate_up != nullptr && args.row_pair == nullptr) return cudaErrorInvalidValue;
+  const UpKind kind = args.gate_up != nullptr    ? UpKind::kKeep
+                      : args.row_pair != nullptr ? UpKind::kGather
+                                                 : UpKind::kSorted;
+  const GemmKernel kernel = args.dtype == DType::kF16 ? gemm_up_kernel<DType::kF16>(args.activation, kind)
+                                                      : gemm_up_kernel<DType::kBF16>(args.activation, kind);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   return launch_gemm(kernel, is_gated(args.activation), args, stream, ctas);
 }

@@ -69,6 +69,8 @@ struct GatherArgs {
   const void* x = nullptr;
   void* rows = nullptr;
   int64_t num_tokens = 0, top_k = 0, hidden = 0;
+  void* cleared = nullptr;  // [T, K, cleared_width]: zeroed where a route is not taken; nullptr: nothing is
+  int64_t cleared_width = 0;
 };
 cudaError_t launch_gather_rows(const GatherArgs& args, const Plan& plan, cudaStream_t stream);
 
@@ -76,9 +78,12 @@ cudaError_t launch_gather_rows(const GatherArgs& args, const Plan& plan, cudaStr
 // or, in the up product with row_pair given, gathered: A[row] = a[row_pair[row] / top_k], a [T, depth].
 // In the down product row_pair is for `scatter`: valid row r goes to out[row_pair[r]], out [pairs, width]; nothing else
 // of out is written. Without it out is [row_capacity, width] in sorted order, padding rows written with anything.
+// In the up product with gate_up given, row_pair is for that and A is in sorted order: what enters the activation of
+// valid row r, rounded, goes to gate_up[row_pair[r]], gate_up [pairs, 2 width], gate first ([pairs, width], ungated).
 struct GemmArgs {
   const void* a = nullptr;
   void* out = nullptr;
+  void* gate_up = nullptr;
   const BlockInfo* blocks = nullptr;
   const int32_t* num_blocks = nullptr;
   TileCounters* counters = nullptr;
@@ -154,6 +159,7 @@ struct ForwardArgs {
   const int32_t* topk_ids = nullptr;
   const float* topk_weights = nullptr;
   void* y = nullptr;
+  void* gate_up = nullptr;  // [T, K, 2 I], ungated [T, K, I]; zeros where a route is not taken; nullptr: not kept
   ExpertWeights weights;
   int64_t num_tokens = 0, top_k = 0, hidden = 0, intermediate = 0, num_experts = 0;
   Activation activation = Activation::kSwiGLU;

@@ -34,12 +34,13 @@ FEW = dict(T=20, H=136, I=72, E=12, K=3)
 
 class Call(NamedTuple):
     """Keywords of `make_problem`; of `make_ring` and `stream_moe`, None for the batch-ready call; whether to take the
-    gradients of that call instead of y."""
+    gradients of that call instead of y, and from what it kept."""
 
     problem: dict[str, Any]
     ring: dict[str, Any] | None = None
     stream: dict[str, Any] | None = None
     gradient: bool = False
+    save_gate_up: bool = False
 
 
 _RING = dict(chunk_tokens=256, num_slots=2)
@@ -57,6 +58,10 @@ CALLS = {
     ),
     "gradient": Call(WAVES | dict(use_bias=True), gradient=True),
     "gradient_half": Call(FEW | dict(dtype=jnp.float16, use_bias=True, activation="relu2", capacity=4), gradient=True),
+    "gradient_kept": Call(WAVES | dict(use_bias=True), gradient=True, save_gate_up=True),
+    "gradient_kept_half": Call(
+        FEW | dict(dtype=jnp.float16, use_bias=True, activation="relu2", capacity=4), gradient=True, save_gate_up=True
+    ),
 }
 
 
@@ -80,7 +85,8 @@ def program(name: str) -> Callable[..., tuple[Any, Any]]:
     def jitted(args, biases, dy, config, ring):
         x, ids, weights, *experts = args
         if CALLS[name].gradient:
-            layer = lambda x, weights, experts, biases: sm.moe(x, ids, weights, *experts, config=config, **biases)
+            options = dict(config=config, save_gate_up=CALLS[name].save_gate_up)
+            layer = lambda x, weights, experts, biases: sm.moe(x, ids, weights, *experts, **options, **biases)
             return jax.vjp(layer, x, weights, experts, biases)[1](dy), None
         if ring is None:
             return sm.moe(*args, config=config, **biases), None

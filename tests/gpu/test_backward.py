@@ -101,6 +101,81 @@ def test_gradients_of_weights_that_are_zero(rng):
         assert not zero.grads[name].any(), name
 
 
+# Gate and up that were kept
+
+
+@pytest.mark.parametrize("size", ["small", "odd"])
+@pytest.mark.parametrize(("activation", "limit"), oracle.ACTIVATIONS)
+@each_dtype
+def test_values_from_what_was_kept(rng, size, activation, limit, dtype):
+    config = dict(activation=activation, limit=limit, use_bias=size == "odd", dtype=dtype)
+    problem = oracle.make_problem(rng, **SIZES[size], masked=0.1, invalid=0.1, **config)
+    assert_same_bits(check("kept", problem).y, run("moe", problem, grad=False).y)
+
+
+def test_capacity_duplicates_and_one_expert_from_what_was_kept(rng):
+    sizes = dict(T=300, H=136, I=72, E=4, K=3, use_bias=True, dtype=jnp.bfloat16)
+    check("kept", oracle.make_problem(rng, **sizes, capacity=70, masked=0.1, invalid=0.05, duplicates=True))
+    check("kept", oracle.make_problem(rng, **sizes, ids=np.full((300, 3), 2)))
+    for special in (dict(T=0), dict(ids=np.full((300, 3), -1))):
+        for array in run("kept", oracle.make_problem(rng, **sizes | special)).grads.values():
+            assert_zero(array)
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["swigluoai", "gelu"])
+def test_what_is_kept(rng, activation, dtype):
+    """What enters the activation, rounded, finite, and zeros of routes that are not taken: never what memory held."""
+    problem = oracle.make_problem(rng, **SIZES["odd"], masked=0.2, invalid=0.1, activation=activation, dtype=dtype)
+    problem.x[5] *= np.float16(20000)
+    spec = ops.LayerSpec(problem.config, problem.config.num_experts)
+    experts = ops.pack_experts(problem.w_gate_up, problem.w_down, None, None)
+    args = (problem.x, problem.topk_ids, problem.topk_weights, tuple(map(jnp.asarray, experts)))
+    y, gate_up, *_ = jax.jit(functools.partial(local.forward_kept, spec))(*args)
+    assert_same_bits(y, run("moe", problem, grad=False).y)
+    kept = oracle.kept_routes(problem)
+    gate_up = np.asarray(gate_up).reshape(*kept.shape, -1)
+    assert_zero(gate_up[~kept])
+    want = np.stack([problem.x[t].astype(np.float64) @ problem.w_gate_up[problem.topk_ids[t, k]].astype(np.float64)
+                     for t, k in np.argwhere(kept)])  # fmt: skip
+    if dtype == jnp.float16:
+        assert (np.abs(want) > 65504).any()
+        want = np.clip(want, -65504, 65504)
+    np.testing.assert_allclose(gate_up[kept].astype(np.float64), want, rtol=2e-2, atol=2e-2)
+
+
+@each_dtype
+def test_bits_from_what_was_kept(rng, dtype):
+    """Twenty times the same; those of packed and of split weights; and a masked token of NaN reaches nothing."""
+    problem = oracle.make_problem(rng, **SIZES["many experts"], masked=0.2, use_bias=True, dtype=dtype)
+    problem.topk_ids[[3, 110]] = -1
+    first = run("kept", problem).grads
+    for _ in range(20):
+        assert_same_bits(run("kept", problem).grads, first)
+    poisoned = copy_of(problem, "x", "topk_weights", "dy")
+    poisoned.x[[3, 110]], poisoned.topk_weights[[3, 110]], poisoned.dy[[3, 110]] = np.nan, np.inf, np.nan
+    assert_same_bits(run("kept", poisoned).grads, first)
+    inner = problem.config.intermediate
+    operands = {name: getattr(problem, name) for name in NAMES}
+    for name in ("w_gate_up", "b_gate_up"):
+        operands[name] = (operands[name][..., :inner], operands[name][..., inner:])
+    split = pullback(problem.config, problem.topk_ids, operands, problem.dy, save_gate_up=True)
+    for name in NAMES:
+        got = np.concatenate(split[name], -1) if isinstance(split[name], tuple) else split[name]
+        assert_same_bits(got, first[name], name)
+
+
+def test_replays_follow_what_was_kept(rng):
+    problem = oracle.make_problem(rng, **BF16)
+    operands = {name: jnp.asarray(getattr(problem, name)) for name in NAMES if getattr(problem, name) is not None}
+    routings = [jnp.roll(jnp.asarray(problem.topk_ids), n, axis=0) for n in range(3)]
+    each = functools.partial(pullback, problem.config, operands=operands, dy=problem.dy, save_gate_up=True)
+    first = [jax.tree.map(np.asarray, each(ids=ids)) for ids in routings]
+    assert (first[0]["w_down"] != first[1]["w_down"]).any()
+    for turn in range(12):
+        assert_same_bits(each(ids=routings[turn % 3]), first[turn % 3], f"turn {turn}")
+
+
 # Bits
 
 
@@ -123,14 +198,15 @@ def test_same_bits_beside_other_work(rng):
         assert_same_bits(run("moe", problem).grads, first)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def pullback(config, ids, operands, dy):
+@functools.partial(jax.jit, static_argnames=("config", "save_gate_up"))
+def pullback(config, ids, operands, dy, save_gate_up=False):
     """Gradients by name; operands may hold (gate, up) pairs."""
 
     def f(operands):
         experts = (operands["w_gate_up"], operands["w_down"])
         biases = {name: operands.get(name) for name in ("b_gate_up", "b_down")}
-        return sm.moe(operands["x"], ids, operands["topk_weights"], *experts, config=config, **biases)
+        options = dict(config=config, save_gate_up=save_gate_up, **biases)
+        return sm.moe(operands["x"], ids, operands["topk_weights"], *experts, **options)
 
     return jax.vjp(f, operands)[1](dy)[0]
 

@@ -27,7 +27,9 @@ CLEAN = {
     "synccheck": "ERROR SUMMARY: 0 errors",
 }
 # racecheck follows every access of shared memory: a few calls with every kernel.
-CALLS = {check: list(sanitized.CALLS) for check in CLEAN} | {"racecheck": ["moe", "copied", "overlap", "gradient"]}
+CALLS = {check: list(sanitized.CALLS) for check in CLEAN} | {
+    "racecheck": ["moe", "copied", "overlap", "gradient", "gradient_kept"]
+}
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,9 @@ def test_vmap_of_a_stream_raises(rng):
     problem = oracle.make_problem(rng, **BF16)
     with ring_for(problem.config) as ring:
         operands = {n: jnp.asarray(getattr(problem, n)) for n in ("x", "topk_weights", *EXPERTS)}
-        call = lambda x: layer("overlap", problem.config, ring, problem.topk_ids, operands | {"x": x})[0]
+        call = lambda x, ring: layer("overlap", problem.config, ring, problem.topk_ids, operands | {"x": x})[0]
         with pytest.raises(NotImplementedError, match=r"a stream cannot be vmapped\. Use sm\.moe"):
-            jax.jit(jax.vmap(call))(jnp.stack([operands["x"]] * 2))
+            jax.jit(jax.vmap(call, in_axes=(0, None)))(jnp.stack([operands["x"]] * 2), ring)
         ring.check()
 
 

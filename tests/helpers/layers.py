@@ -2,7 +2,8 @@
 
 Contract: `run(how, problem)` computes what `oracle.forward` and `oracle.backward` describe, as NumPy arrays. `HOWS` are
 the batch-ready call and a stream on a small ring, serial and overlapped: chunks of C = 8 tokens and S = 3 slots, so
-that the usual 22 tokens are two full chunks and a partial one, and more than 24 tokens wrap the ring.
+that the usual 22 tokens are two full chunks and a partial one, and more than 24 tokens wrap the ring. "kept" is the
+batch-ready call that keeps gate and up for its backward, whose bits are its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax_streammoe as sm
 from tests.helpers import oracle
 
 HOWS = ("moe", "serial", "overlap")
+RINGLESS = ("moe", "kept")
 CHUNK_TOKENS, NUM_SLOTS = 8, 3
 NAMES = ("x", "topk_weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
 _numbers = itertools.count()
@@ -47,8 +49,8 @@ def layer(
     experts = (operands["w_gate_up"], operands["w_down"])
     options = {"config": config, "num_valid": num_valid, "checks": checks, "return_stats": True}
     options |= {name: operands.get(name) for name in ("b_gate_up", "b_down")}
-    if how == "moe":
-        return *sm.moe(x, ids, weights, *experts, **options), ring
+    if how in RINGLESS:
+        return *sm.moe(x, ids, weights, *experts, **options, save_gate_up=how == "kept"), ring
     y, ring, info = sm.stream_moe(
         x, lambda _, *routes: routes, *experts, ring=ring, token_args=(ids, weights), policy=how, chunks=None, **options
     )
@@ -72,7 +74,7 @@ def run(how: str, problem: oracle.Problem, *, num_valid: Any = None, checks: boo
     """Runs a problem; checks that every gradient has its primal's shape and dtype."""
     operands = {name: getattr(problem, name) for name in NAMES if getattr(problem, name) is not None}
     config, ring = problem.config, None
-    if how != "moe":
+    if how not in RINGLESS:
         ring = _rings.pop(config, None) or ring_for(config)  # lost when the call raises
     y, stats, grads, ring = _run(how, config, checks, grad, ring, problem.topk_ids, operands, problem.dy, num_valid)
     y, stats, grads = jax.tree.map(np.asarray, jax.block_until_ready((y, stats, grads)))
@@ -91,7 +93,7 @@ def check(how: str, problem: oracle.Problem, *, num_valid: int | None = None, gr
     depth = config.hidden + config.intermediate + ids.size
     oracle.assert_close("y", result.y, oracle.forward(problem, num_valid), config.dtype, depth)
     if grad:
-        want = oracle.backward(problem, num_valid)
+        want = oracle.backward(problem, num_valid, kept=how == "kept")
         assert result.grads.keys() == want.keys()
         for name, value in want.items():
             oracle.assert_close(f"d_{name}", result.grads[name], value, config.dtype, depth)

@@ -131,12 +131,15 @@ def kept_routes(problem: Problem, num_valid: int | None = None) -> np.ndarray:
 
 def forward(problem: Problem, num_valid: int | None = None) -> np.ndarray:
     """y [T, H] in float64."""
-    return _run(problem, num_valid, None)[0]
+    return _run(problem, num_valid, None, False)[0]
 
 
-def backward(problem: Problem, num_valid: int | None = None) -> dict[str, np.ndarray]:
-    """Cotangents in float64: x, topk_weights, w_gate_up, w_down, and with biases b_gate_up, b_down."""
-    return _run(problem, num_valid, problem.dy.astype(F64))[1]
+def backward(problem: Problem, num_valid: int | None = None, *, kept: bool = False) -> dict[str, np.ndarray]:
+    """Cotangents in float64: x, topk_weights, w_gate_up, w_down, and with biases b_gate_up, b_down.
+
+    kept: those of a layer that keeps what enters its activation in its dtype, and so rounds it.
+    """
+    return _run(problem, num_valid, problem.dy.astype(F64), kept)[1]
 
 
 def error_bound(dtype: Any, depth: int) -> float:
@@ -180,7 +183,9 @@ def assert_close(name: str, got: Any, want: np.ndarray, dtype: Any, depth: int) 
     )
 
 
-def _run(p: Problem, num_valid: int | None, dy: np.ndarray | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _run(
+    p: Problem, num_valid: int | None, dy: np.ndarray | None, kept_pre: bool
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     cfg, half = p.config, p.config.intermediate
     x, weights, w1, w2 = (a.astype(F64) for a in (p.x, p.topk_weights, p.w_gate_up, p.w_down))
     b1 = np.zeros(w1.shape[::2]) if p.b_gate_up is None else p.b_gate_up.astype(F64)
@@ -194,6 +199,10 @@ def _run(p: Problem, num_valid: int | None, dy: np.ndarray | None) -> tuple[np.n
                 continue
             e = p.topk_ids[t, k]
             pre = x[t] @ w1[e] + b1[e]
+            if kept_pre:
+                if cfg.dtype == np.float16:
+                    pre = np.clip(pre, -65504, 65504)
+                pre = pre.astype(cfg.dtype).astype(F64)
             gate, up = pre[:half], (pre[half:] if cfg.is_gated else None)
             a, da_dgate, da_dup = _activation(cfg, gate, up)
             row = a @ w2[e] + b2[e]
