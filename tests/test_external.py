@@ -22,7 +22,7 @@ import pytest
 import jax_streammoe as sm
 from jax_streammoe import external, ffi
 from jax_streammoe.layout import RingShape, ring_layout, ring_shape
-from tests.helpers import examples
+from tests.helpers import examples, gpu_asserts
 from tests.helpers import gpu_compile as gpu
 
 fused_producer = examples.load("cuda_producer/fused_producer.py")
@@ -339,7 +339,7 @@ class TestCudaProducer:
         self, compiler, num_tokens, chunk_tokens, num_slots, chunks, normed
     ):
         program, ring = compiled(num_tokens, chunk_tokens, num_slots, chunks, normed)
-        gpu.assert_in_place(program, ring)
+        gpu_asserts.assert_in_place(program, ring)
         assert not [line for line in program.text.splitlines() if " copy(" in line and f",{ring.mem.shape[1]}]" in line]
         # One launch a chunk, in place, and the chunk's router behind the publication before it.
         launches = [line for line in program.text.splitlines() if fused_producer.INTO_RING in line]

@@ -16,6 +16,7 @@ from jax import lax
 
 import jax_streammoe as sm
 from jax_streammoe import ffi
+from tests.helpers import gpu_asserts
 from tests.helpers import gpu_compile as gpu
 from tests.helpers.gpu_nets import (
     CHUNKS,
@@ -73,24 +74,24 @@ programs = pytest.mark.parametrize("name", PROGRAMS)
 @programs
 def test_the_ring_stays_in_place(name):
     program, ring = compiled(name)
-    gpu.assert_no_copies(program, ring)
-    gpu.assert_in_place(program, ring)
+    gpu_asserts.assert_no_copies(program, ring)
+    gpu_asserts.assert_in_place(program, ring)
 
 
 @programs
 def test_a_router_runs_while_the_experts_have_the_chunk_before(name):
     program, _ = compiled(name)
-    gpu.assert_streamed_order(program, PROGRAMS[name][1], CHUNKS)
+    gpu_asserts.assert_streamed_order(program, PROGRAMS[name][1], CHUNKS)
 
 
 @programs
 def test_experts_lie_still_from_open_to_close(name):
-    gpu.assert_same_experts(compiled(name)[0])
+    gpu_asserts.assert_same_experts(compiled(name)[0])
 
 
 @programs
 def test_command_buffers_hold_no_stream(name):
-    gpu.assert_not_captured(compiled(name)[0])
+    gpu_asserts.assert_not_captured(compiled(name)[0])
 
 
 def in_a_loop(x, weights, ring):
@@ -111,10 +112,10 @@ def in_a_loop(x, weights, ring):
 def test_a_loop_over_chunks_keeps_the_ring_in_place():
     args = arguments()
     program = gpu.compile_program(in_a_loop, *args, donate=2)
-    assert [len(program.calls(name)) for name in gpu.STREAM] == [1, 1, 1, 1]
-    gpu.assert_no_copies(program, args[2])
-    gpu.assert_in_place(program, args[2])
-    gpu.assert_not_captured(program)
+    assert [len(program.calls(name)) for name in gpu_asserts.STREAM] == [1, 1, 1, 1]
+    gpu_asserts.assert_no_copies(program, args[2])
+    gpu_asserts.assert_in_place(program, args[2])
+    gpu_asserts.assert_not_captured(program)
 
 
 BATCH_NETS = {
@@ -131,9 +132,9 @@ def test_the_batch_ready_call_on_a_ring_stays_in_place_and_is_captured(name):
     net = functools.partial(BATCH_NETS[name], block=functools.partial(block, chunks="auto"))
     program = gpu.compile_program(net, *args, donate=2)
     assert len(program.calls("ring_forward_local")) == 1
-    gpu.assert_no_copies(program, args[2])
-    gpu.assert_in_place(program, args[2])
-    gpu.assert_captured(program, "ring_forward_local")
+    gpu_asserts.assert_no_copies(program, args[2])
+    gpu_asserts.assert_in_place(program, args[2])
+    gpu_asserts.assert_captured(program, "ring_forward_local")
 
 
 @batch_nets
@@ -143,10 +144,10 @@ def test_the_batch_ready_layer_is_called_once_and_captured(name):
     net = functools.partial(BATCH_NETS[name], block=batch_block)
     program = gpu.compile_program(lambda x, weights: net(x, weights, None), x, weights)
     assert len(program.calls("forward")) == 1
-    gpu.assert_captured(program, "forward")
+    gpu_asserts.assert_captured(program, "forward")
     if "gradient" in name:
         assert len(program.calls("backward")) == 1
-        gpu.assert_captured(program, "backward")
+        gpu_asserts.assert_captured(program, "backward")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
@@ -171,7 +172,7 @@ def test_the_gradient_of_a_layer_is_one_call_and_captured(dtype):
     # Nothing else is computed: not the forward, whose y is not asked for, and no product of XLA's.
     assert len(program.calls("backward")) == 1 and not program.calls("forward")
     assert " dot(" not in program.text and "gemm" not in program.text
-    gpu.assert_captured(program, "backward")
+    gpu_asserts.assert_captured(program, "backward")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
@@ -192,8 +193,8 @@ def test_a_layer_that_keeps_gate_and_up_is_two_calls_and_captured(dtype):
         return
     assert len(program.calls("forward_kept")) == 1 and len(program.calls("backward_kept")) == 1
     assert not program.calls("forward") and not program.calls("backward")
-    gpu.assert_captured(program, "forward_kept")
-    gpu.assert_captured(program, "backward_kept")
+    gpu_asserts.assert_captured(program, "forward_kept")
+    gpu_asserts.assert_captured(program, "backward_kept")
     kept = T * K * 2 * I * config.itemsize
     work = ffi.compiled.cuda_backward_bytes(T, K, H, I, E, True)
     assert kept + work <= program.temporary_bytes < kept + work + 2**16
@@ -231,8 +232,8 @@ def refuses(assertion, program, *args, match):
 def test_a_ring_that_is_not_donated_is_refused():
     x, weights, ring = arguments()
     program = gpu.compile_program(one_layer, x, weights, ring)
-    refuses(gpu.assert_no_copies, program, ring, match=r"copy\(%ring")
-    refuses(gpu.assert_in_place, program, ring, match="the ring is argument")
+    refuses(gpu_asserts.assert_no_copies, program, ring, match=r"copy\(%ring")
+    refuses(gpu_asserts.assert_in_place, program, ring, match="the ring is argument")
 
 
 def test_a_ring_of_two_calls_is_refused():
@@ -242,8 +243,8 @@ def test_a_ring_of_two_calls_is_refused():
 
     x, weights, ring = arguments()
     program = gpu.compile_program(twice, x, weights, ring, donate=2)
-    refuses(gpu.assert_no_copies, program, ring, match=r" copy\(")
-    refuses(gpu.assert_in_place, program, ring, match="the ring lies in 2 allocations")
+    refuses(gpu_asserts.assert_no_copies, program, ring, match=r" copy\(")
+    refuses(gpu_asserts.assert_in_place, program, ring, match="the ring lies in 2 allocations")
 
 
 def test_a_ring_that_xla_writes_is_refused():
@@ -253,14 +254,14 @@ def test_a_ring_that_xla_writes_is_refused():
 
     x, weights, ring = arguments()
     program = gpu.compile_program(touched, x, weights, ring, donate=2)
-    refuses(gpu.assert_no_copies, program, ring, match="add")
+    refuses(gpu_asserts.assert_no_copies, program, ring, match="add")
 
 
 def test_a_ring_kept_for_remat_is_refused():
     x, weights, ring = arguments()
     without_policy = gradient(lambda *a: scanned(*a, block=jax.checkpoint(block)))
     program = gpu.compile_program(without_policy, x, weights, ring, donate=2)
-    refuses(gpu.assert_no_copies, program, ring, match=rf"u8\[{LAYERS},1,{ring.mem.shape[1]}\]")
+    refuses(gpu_asserts.assert_no_copies, program, ring, match=rf"u8\[{LAYERS},1,{ring.mem.shape[1]}\]")
 
 
 def by_hand(x, weights, ring, change=lambda experts: experts, ahead=False):
@@ -281,23 +282,23 @@ def by_hand(x, weights, ring, change=lambda experts: experts, ahead=False):
 def test_routers_that_run_ahead_are_refused():
     args = arguments()
     program = gpu.compile_program(functools.partial(by_hand, ahead=True), *args, donate=2)
-    refuses(gpu.assert_streamed_order, program, 1, CHUNKS, match="run before chunk 0 is published")
+    refuses(gpu_asserts.assert_streamed_order, program, 1, CHUNKS, match="run before chunk 0 is published")
     # policy="serial" holds no router back, and XLA makes one product of all.
     serial = functools.partial(block, policy="serial")
     program = gpu.compile_program(lambda *a: one_layer(*a, block=serial), *args, donate=2)
-    refuses(gpu.assert_streamed_order, program, 1, CHUNKS, match="chunk 1 has no router of its own")
+    refuses(gpu_asserts.assert_streamed_order, program, 1, CHUNKS, match="chunk 1 has no router of its own")
 
 
 def test_a_missing_chunk_is_refused():
     program, _ = compiled("jit")
-    refuses(gpu.assert_streamed_order, program, 1, CHUNKS + 1, match="open")
-    refuses(gpu.assert_streamed_order, program, 2, CHUNKS, match="1 streams, wanted 2")
+    refuses(gpu_asserts.assert_streamed_order, program, 1, CHUNKS + 1, match="open")
+    refuses(gpu_asserts.assert_streamed_order, program, 2, CHUNKS, match="1 streams, wanted 2")
 
 
 def test_experts_that_move_are_refused():
     doubled = functools.partial(by_hand, change=lambda e: (e[0] * jnp.bfloat16(2), *e[1:]))
     program = gpu.compile_program(doubled, *arguments(), donate=2)
-    refuses(gpu.assert_same_experts, program, match="open reads")
+    refuses(gpu_asserts.assert_same_experts, program, match="open reads")
 
 
 def test_calls_that_xla_doubles_are_refused(monkeypatch):
@@ -307,9 +308,9 @@ def test_calls_that_xla_doubles_are_refused(monkeypatch):
     untraced = remat(lambda *args: block(*args))
     program = gpu.compile_program(gradient(lambda *a: scanned(*a, block=untraced)), x, weights, ring, donate=2)
     assert len(program.calls("close")) == 2
-    refuses(gpu.assert_streamed_order, program, 1, CHUNKS, match="2 streams, wanted 1")
-    refuses(gpu.assert_no_copies, program, ring, match=r" copy\(")
-    refuses(gpu.assert_in_place, program, ring, match="close is fused with slices of its memory")
+    refuses(gpu_asserts.assert_streamed_order, program, 1, CHUNKS, match="2 streams, wanted 1")
+    refuses(gpu_asserts.assert_no_copies, program, ring, match=r" copy\(")
+    refuses(gpu_asserts.assert_in_place, program, ring, match="close is fused with slices of its memory")
 
 
 def test_calls_that_alias_nothing_are_refused(monkeypatch):
@@ -317,17 +318,17 @@ def test_calls_that_alias_nothing_are_refused(monkeypatch):
     monkeypatch.setattr(ffi, "call", lambda *args, aliases=None, **options: call(*args, **options))
     args = arguments()
     program = gpu.compile_program(lambda *args: one_layer(*args), *args, donate=2)
-    refuses(gpu.assert_in_place, program, args[2], match="open does not alias its ring")
+    refuses(gpu_asserts.assert_in_place, program, args[2], match="open does not alias its ring")
 
 
 def test_what_is_captured_is_seen():
     x, weights, _ = arguments()
     for net in one_layer, scanned:
         batch = lambda x, weights, net=net: net(x, weights, None, batch_block)[0]
-        refuses(gpu.assert_not_captured, gpu.compile_program(batch, x, weights), ["forward"], match="1 of 1")
+        refuses(gpu_asserts.assert_not_captured, gpu.compile_program(batch, x, weights), ["forward"], match="1 of 1")
         none = gpu.compile_program(batch, x, weights, options={"xla_gpu_enable_command_buffer": ""})
-        refuses(gpu.assert_captured, none, "forward", match="1 of 1 calls of forward are in no")
-        refuses(gpu.assert_not_captured, none, ["forward"], match="nothing is captured")
+        refuses(gpu_asserts.assert_captured, none, "forward", match="1 of 1 calls of forward are in no")
+        refuses(gpu_asserts.assert_not_captured, none, ["forward"], match="nothing is captured")
 
 
 @pytest.mark.parametrize("net", [one_layer, scanned], ids=lambda f: f.__name__)

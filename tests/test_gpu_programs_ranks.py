@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_streammoe as sm
 from jax_streammoe import ffi
+from tests.helpers import gpu_asserts
 from tests.helpers import gpu_compile as gpu
 from tests.helpers.gpu_nets import CONFIG, E, H, I, K, T, route
 
@@ -90,11 +91,11 @@ def test_the_gradient_over_a_ring_is_one_call_behind_its_forward():
     assert "all-to-all" not in program.text and not moved_by_itself(program)
     assert program.text.index("streammoe_ring_forward_v1") < program.text.index("streammoe_ring_backward_v1")
     assert "num_ranks = 2 : i64" in program.calls("ring_backward")[0].line  # compared with the ring of that name
-    gpu.assert_no_copies(program, ring)
-    gpu.assert_in_place(program, ring)
-    gpu.assert_captured(program, "ring_forward")
+    gpu_asserts.assert_no_copies(program, ring)
+    gpu_asserts.assert_in_place(program, ring)
+    gpu_asserts.assert_captured(program, "ring_forward")
     with pytest.raises(AssertionError):
-        gpu.assert_captured(program, "ring_backward")
+        gpu_asserts.assert_captured(program, "ring_backward")
 
 
 @pytest.mark.parametrize("policy", ["serial", "overlap"])
@@ -123,7 +124,7 @@ def moved_by_itself(program):
 def test_command_buffers_may_hold_the_halves_of_the_exchange():
     program = exchanged("gradient", options={"xla_gpu_graph_min_graph_size": 1})
     for name in ("rows", "combine", "rows_backward"):
-        gpu.assert_captured(program, name)
+        gpu_asserts.assert_captured(program, name)
 
 
 def test_experts_that_lie_elsewhere_are_seen():
