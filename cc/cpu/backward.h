@@ -21,9 +21,9 @@ struct BackwardArgs {
   const void* dy = nullptr;        // [N, H]
   const int32_t* ids = nullptr;    // [N, K] local ids; outside 0..L-1: skipped
   const float* weights = nullptr;  // [N, K]
-  const void* gate_up = nullptr;   // [N, K, 2I], ungated [N, K, I], as the forward kept it; nullptr: computed again
   int64_t num_tokens = 0;          // N
   int64_t capacity = -1;           // rows per expert, -1 for no bound
+  const void* gate_up = nullptr;   // [N, K, 2I], ungated [N, K, I], as the forward kept it; nullptr: computed again
 };
 
 // dx_rows: [N, K, H] of the problem's dtype, combined by the owner with weight 1. d_weights: [N, K]. A null matrix of
