@@ -82,8 +82,8 @@ def timed(versions: dict[str, Any], args: tuple, dy: jax.Array, calls: dict[str,
     return {name: statistics.median(s) for name, s in samples.items()}
 
 
-def measure(name: str, stock: bool, verify: bool, revision: str) -> dict:
-    config, args = make(SHAPES[name], PREFILL)
+def measure(name: str, tokens: int, stock: bool, verify: bool, revision: str) -> dict:
+    config, args = make(SHAPES[name], tokens)
     dy = jax.random.normal(jax.random.key(5), args[0].shape, jnp.bfloat16)
     if verify:
         check(config, args, dy)
@@ -98,23 +98,24 @@ def measure(name: str, stock: bool, verify: bool, revision: str) -> dict:
             raise
         print(f"{name}: no baseline: {str(error)[:200]}", flush=True)
         seconds = timed({"moe": versions["moe"]}, args, dy, calls)
-    baselines = {"tflops_16TKHI": 16 * PREFILL * top_k * hidden * inner / seconds["moe"] / 1e12}
+    baselines = {"tflops_16TKHI": 16 * tokens * top_k * hidden * inner / seconds["moe"] / 1e12}
     baselines |= {f"{n}_fwd_bwd_ms": s * 1e3 for n, s in seconds.items() if n != "moe"}
     print(name, f"{seconds['moe'] * 1e3:.3f} ms", {k: round(v, 2) for k, v in baselines.items()}, power_and_clock())
-    return record(f"layer_bwd/1gpu/{name}/T{PREFILL}", seconds["moe"] * 1e3, "ms", baselines, jnp.bfloat16, 1, revision)
+    return record(f"layer_bwd/1gpu/{name}/T{tokens}", seconds["moe"] * 1e3, "ms", baselines, jnp.bfloat16, 1, revision)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, default=PREFILL, help="T")
     parser.add_argument("--stock", action="store_true", help="time forward and backward of ragged_dot beside ours")
     parser.add_argument("--no-check", action="store_true", help="the reference needs float32 copies of the weights")
     parser.add_argument("--commit", default="", help="of the measured tree, where it is not a git checkout")
     options = parser.parse_args()
     records: list[dict] = []
     for name in options.shapes:
-        records.append(measure(name, options.stock, not options.no_check, options.commit))
+        records.append(measure(name, options.tokens, options.stock, not options.no_check, options.commit))
         options.out.write_text(json.dumps(records, indent=1) + "\n")  # what is done stays when the run is cut short
 
 
