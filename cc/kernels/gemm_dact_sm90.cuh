@@ -51,24 +51,6 @@ __device__ __forceinline__ void produce_dact(const DactMaps& maps, const DactPar
   }
 }
 
-template <DType kType, int kFirst, int kCount>
-__device__ __forceinline__ void add_bias_of(float (&pre)[kCount], const uint16_t* bias, int32_t column, int32_t width,
-                                            int lane) {
-#pragma unroll
-  for (int j = 0; j < kDactColumns / 8; ++j) {
-    const int32_t c = column + 8 * j + 2 * (lane & 3);
-    if (c < width) {
-      const uint32_t pair = *reinterpret_cast<const uint32_t*>(bias + c);
-      const float low = Element<kType>::low(pair), high = Element<kType>::high(pair);
-      float* d = pre + kFirst + 4 * j;
-      d[0] = __fadd_rn(d[0], low);
-      d[1] = __fadd_rn(d[1], high);
-      d[2] = __fadd_rn(d[2], low);
-      d[3] = __fadd_rn(d[3], high);
-    }
-  }
-}
-
 // The two rows of a thread, lane / 4 and eight below, of the 16 of its warp.
 struct RowPair {
   float weight[2];
@@ -123,11 +105,12 @@ struct ComputedPre {
   __device__ __forceinline__ void add_biases(const DactParams& p, const Tile& tile, int lane) {
     const int32_t column = tile.n_tile * kDactColumns;
     if (p.bias0 != nullptr) {
-      add_bias_of<kType, 0>(acc, p.bias0 + tile.expert * p.bias0_stride, column, p.width, lane);
+      add_bias<kType, 0, kDactColumns / 8>(acc, p.bias0 + tile.expert * p.bias0_stride, column, p.width, lane);
     }
     if constexpr (kGated) {
       if (p.bias1 != nullptr) {
-        add_bias_of<kType, kUpOffset>(acc, p.bias1 + tile.expert * p.bias1_stride, column, p.width, lane);
+        add_bias<kType, kUpOffset, kDactColumns / 8>(acc, p.bias1 + tile.expert * p.bias1_stride, column, p.width,
+                                                     lane);
       }
     }
   }

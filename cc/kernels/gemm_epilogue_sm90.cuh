@@ -15,8 +15,9 @@
 
 namespace streammoe::sm90 {
 
-template <DType kType, int kFirst, int kGroups>
-__device__ __forceinline__ void add_bias(float (&acc)[128], const uint16_t* bias, int32_t column, int32_t n_size,
+// To kGroups times 8 columns from `column` on, whose accumulators begin at kFirst.
+template <DType kType, int kFirst, int kGroups, int kCount>
+__device__ __forceinline__ void add_bias(float (&acc)[kCount], const uint16_t* bias, int32_t column, int32_t n_size,
                                          int lane) {
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
