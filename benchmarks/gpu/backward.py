@@ -1,11 +1,12 @@
 """The backward of the layer inside jit on one H200: all gradients of `sm.moe`, from x, ids, weights and dy.
 
 Contract: run as `python benchmarks/gpu/backward.py --out FILE` with the library importable; writes a list of records
-`layer_bwd/1gpu/SHAPE/T8192` in ms as benchmarks/README.md describes them, each with the rate by 16TKHI (the backward
-with gate and up computed again) beside it, and prints a table. Gradients are checked against those of `sm.reference` on
-part of the batch before anything is timed. A figure is the median over rounds of 1/n of a program of n backwards, one
-after the other, on different tokens and routes; of the weight gradients a program returns a few elements, so that n of
-them need the memory of one. Trade-off: `--stock` times forward and backward of ragged_dot, whose residuals are its own.
+`layer_bwd/1gpu/SHAPE/T8192` (or --tokens) in ms as benchmarks/README.md describes them, each with the rate by 16TKHI
+(the backward with gate and up computed again) beside it, and prints a table. Gradients are checked against those of
+`sm.reference` on part of the batch before anything is timed. A figure is the median over rounds of 1/n of a program of
+n backwards, one after the other, on different tokens and routes; of the weight gradients a program returns a few
+elements, so that n of them need the memory of one. Trade-off: `--stock` times forward and backward of ragged_dot, whose
+residuals are its own.
 """
 
 from __future__ import annotations

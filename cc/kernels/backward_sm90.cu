@@ -1,7 +1,7 @@
 // The backward of the batch-ready layer on one device, on one stream.
 //
 // Contract: the workspace is backward_bytes() long, needs no initial value and is free again when the last kernel is
-// done. Ten to fifteen launches, none of which waits for the host. Rows of d_x take the place of those of dy once no
+// done. Ten to fourteen launches, none of which waits for the host. Rows of d_x take the place of those of dy once no
 // kernel reads these any more. Trade-off: gate and up are computed again unless the forward kept them, a third more
 // products; what a layer keeps between the passes is otherwise x, ids and weights.
 #include <algorithm>
