@@ -46,6 +46,30 @@ def layers(folder: pathlib.Path, stem: str, gpus: int) -> None:
     save(figure, folder / f"{stem}.png")
 
 
+def scaling(folder: pathlib.Path) -> None:
+    """One line per shape over the number of GPUs, 8192 tokens on each."""
+    found = load(folder, "gpu_layer_h200") | load(folder, "gpu_ranks_h200")
+    rates: dict[str, dict[int, float]] = {}
+    for name, r in found.items():
+        kind, gpus, shape, *tokens = name.split("/")
+        if kind == "layer_fwd" and tokens == ["T8192"]:
+            rates.setdefault(shape, {})[int(gpus.removesuffix("gpu"))] = r["value"]
+    rates = {shape: points for shape, points in rates.items() if len(points) > 1}
+    if not rates:
+        return
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for shape, points in sorted(rates.items()):
+        axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=shape)
+    ticks = sorted({n for points in rates.values() for n in points})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs of one host")
+    axes.set_ylabel("TFLOP/s per GPU")
+    axes.set_title("MoE layer forward, bf16, experts split, 8192 tokens per GPU")
+    axes.legend()
+    save(figure, folder / "gpu_scaling_h200.png")
+
+
 def streams(folder: pathlib.Path, stem: str) -> None:
     """One panel per producer and token count, one line per shape."""
     found = load(folder, stem)
@@ -143,6 +167,7 @@ if __name__ == "__main__":
     where = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     layers(where, "gpu_layer_h200", 1)
     layers(where, "gpu_ranks_h200", 2)
+    scaling(where)
     streams(where, "gpu_stream_h200")
     streams(where, "gpu_ranks_stream_h200")
     decode(where, "gpu_decode_h200")

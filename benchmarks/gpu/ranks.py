@@ -34,9 +34,10 @@ SHAPES = {
     "qwen3-30b": (2048, 768, 128, 8),
     "qwen3-235b": (4096, 1536, 128, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
+    "dsv3": (7168, 2048, 256, 8),  # 21 GiB of experts
 }
+FEW = [name for name in SHAPES if name != "dsv3"]  # what two GPUs measure
 PREFILL, DECODE = 8192, 128
-CALLS = {PREFILL: 3, DECODE: 12}  # per program
 RING_SHAPE, RING_TOKENS = "qwen3-235b", 8192
 WARM_UP, ROUNDS, LAUNCHES = 2, 7, 4
 COPY_BYTES_PER_S = 4.05e12
@@ -100,7 +101,8 @@ def outputs(batches: list) -> list[jax.Array]:
 
 def measure(name: str, num_tokens: int, mesh: Any, stock: list[str]) -> dict[str, float]:
     """Median seconds of one call on the ring, and of the baselines that work."""
-    config, batches, experts = make(SHAPES[name], num_tokens, mesh, CALLS[num_tokens])
+    calls = 12 if num_tokens <= 1024 else 3  # per program
+    config, batches, experts = make(SHAPES[name], num_tokens, mesh, calls)
     ep = sm.expert_parallel(config, mesh=mesh)
     ring = sm.make_ring(config, chunk_tokens=num_tokens, num_slots=1, mesh=mesh, name=name)
     programs, states = {"ring": ring_program(ep)}, {"ring": (outputs(batches), ring)}
@@ -146,7 +148,8 @@ def check(got: np.ndarray, want: jax.Array) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--shapes", nargs="*", default=FEW, choices=SHAPES)
+    parser.add_argument("--tokens", nargs="*", type=int, default=[PREFILL, DECODE], help="of a rank; up to 128: decode")
     parser.add_argument("--stock", nargs="*", choices=rank_layers.STOCK, default=list(rank_layers.STOCK))
     parser.add_argument("--ranks", type=int, help="use the first so many devices; all by default")
     parser.add_argument("--commit", default="", help="of the measured tree, where it is not a git checkout")
@@ -169,14 +172,17 @@ def main() -> None:
     done(f"ring_bytes/{ranks}gpu/{RING_SHAPE}", ring_bytes / 2**30, "GiB", {})
     for name in options.shapes:
         hidden, inner, experts, top_k = SHAPES[name]
-        flops = 6 * PREFILL * top_k * hidden * inner
-        seconds = measure(name, PREFILL, mesh, options.stock)
-        times = {f"{n}_ms": s * 1e3 for n, s in seconds.items()}
-        times |= {f"{n}_tflops": flops / s / 1e12 for n, s in seconds.items() if n != "ring"}
-        done(f"layer_fwd/{ranks}gpu/{name}/T{PREFILL}", flops / seconds["ring"] / 1e12, "TFLOP/s", times)
-        seconds = measure(name, DECODE, mesh, [])
-        floor = experts // ranks * 3 * hidden * inner * 2 / COPY_BYTES_PER_S * 1e6
-        done(f"decode/{ranks}gpu/{name}/T{DECODE}", seconds["ring"] * 1e6, "us", {"weight_read_us": floor})
+        for tokens in options.tokens:
+            if tokens <= DECODE:
+                seconds = measure(name, tokens, mesh, [])
+                floor = experts // ranks * 3 * hidden * inner * 2 / COPY_BYTES_PER_S * 1e6
+                done(f"decode/{ranks}gpu/{name}/T{tokens}", seconds["ring"] * 1e6, "us", {"weight_read_us": floor})
+                continue
+            flops = 6 * tokens * top_k * hidden * inner
+            seconds = measure(name, tokens, mesh, options.stock)
+            times = {f"{n}_ms": s * 1e3 for n, s in seconds.items()}
+            times |= {f"{n}_tflops": flops / s / 1e12 for n, s in seconds.items() if n != "ring"}
+            done(f"layer_fwd/{ranks}gpu/{name}/T{tokens}", flops / seconds["ring"] / 1e12, "TFLOP/s", times)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import rank_layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer import power_and_clock
-from ranks import PREFILL, SHAPES, make
+from ranks import FEW, PREFILL, SHAPES, make
 
 import jax_streammoe as sm
 from jax_streammoe import ops, publish, vjp
@@ -96,7 +96,7 @@ def check(got: Any, want: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--shapes", nargs="*", default=FEW, choices=SHAPES)
     parser.add_argument("--no-stock", action="store_true", help="leave the baseline, and the comparison with it, out")
     parser.add_argument("--commit", default="", help="of the measured tree, where it is not a git checkout")
     options = parser.parse_args()
