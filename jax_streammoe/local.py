@@ -3,10 +3,9 @@
 Contract: `forward` and `backward` are plain operations (vjp.py ties them together). Under vmap over tokens the axis is
 folded into the tokens: one call. When weights are mapped, or a capacity counts the tokens of a call, the axis is
 walked with lax.map. Under plain jit with sharded tokens each shard stays where it is (partition.py), and statistics and
-weight gradients are summed over the shards.
-`forward_kept` and `backward_kept` are the pair that keeps gate and up in between. `rows`, `combine`, `check_ids` and
-`rows_backward` are for exchange.py, inside of shard_map. A `wide` backward returns float32 gradients of the experts.
-All of these choose by the platform that a program is lowered for.
+weight gradients are summed over the shards. `forward_kept` keeps gate and up, which `backward` may then be given.
+`rows`, `combine`, `check_ids` and `rows_backward` are for exchange.py, inside of shard_map. A `wide` backward returns
+float32 gradients of the experts. All of these choose by the platform that a program is lowered for.
 """
 
 from __future__ import annotations
@@ -39,20 +38,16 @@ def forward_kept(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Arr
 
 def backward(
     spec: LayerSpec, token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array,
-    experts: Experts, *, wide: bool = False,
+    experts: Experts, *, wide: bool = False, gate_up: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Experts]:  # fmt: skip
-    """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors (f32 if `wide`)."""
-    token, dx, d_weights, *d_experts = _backward(spec, wide)(token, x, dy, ids, weights, *experts)
+    """-> token, dx [..., H], d_weights [..., K] f32, the gradients of the six expert tensors (f32 if `wide`).
+
+    gate_up: of `forward_kept`, not with `wide`; without it gate and up are computed again.
+    """
+    kept = () if gate_up is None else (gate_up,)
+    run = _backward(spec, wide, bool(kept))
+    token, dx, d_weights, *d_experts = run(token, x, dy, ids, weights, *kept, *experts)
     return token, dx, d_weights, tuple(d_experts)
-
-
-def backward_kept(
-    spec: LayerSpec, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array,
-    experts: Experts,
-) -> tuple[jax.Array, jax.Array, Experts]:  # fmt: skip
-    """As `backward`, with the gate_up of `forward_kept` -> dx, d_weights, the gradients of the experts."""
-    dx, d_weights, *d_experts = _backward_from_kept(spec)(x, dy, ids, weights, gate_up, *experts)
-    return dx, d_weights, tuple(d_experts)
 
 
 def rows(spec: LayerSpec, x: jax.Array, local_ids: jax.Array, experts: Experts) -> tuple:
@@ -92,7 +87,7 @@ def combine_gradient(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax
 
 @functools.cache
 def _forward(spec: LayerSpec, keep: bool) -> Callable[..., tuple]:
-    on_cpu, on_cuda = (_forward_kept_cpu, _forward_kept_cuda) if keep else (_forward_cpu, _forward_cuda)
+    on_cpu, on_cuda = (functools.partial(f, keep) for f in (_forward_cpu, _forward_cuda))
 
     def call(x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
         *of_tokens, expert_rows, counts = _on_platform(on_cpu, on_cuda, spec, *map(_rows, (x, ids, weights)), *experts)
@@ -118,41 +113,23 @@ def _forward(spec: LayerSpec, keep: bool) -> Callable[..., tuple]:
 
 
 @functools.cache
-def _backward(spec: LayerSpec, wide: bool) -> Callable[..., tuple]:
-    on_cpu, on_cuda = (functools.partial(f, wide) for f in (_backward_cpu, _backward_cuda))
+def _backward(spec: LayerSpec, wide: bool, kept: bool) -> Callable[..., tuple]:
+    on_cpu, on_cuda = (functools.partial(f, wide, kept) for f in (_backward_cpu, _backward_cuda))
+    first_expert = 6 if kept else 5  # behind token, x, dy, ids, weights, gate_up
 
-    def call(
-        token: jax.Array, x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
-    ) -> tuple:
-        rows = map(_rows, (x, dy, ids, weights))
-        token, dx, d_weights, *d_experts = _on_platform(on_cpu, on_cuda, spec, token, *rows, *experts)
+    def call(token: jax.Array, *args: jax.Array) -> tuple:
+        of_tokens, experts = args[: first_expert - 1], args[first_expert - 1 :]
+        x, _, _, weights = of_tokens[:4]
+        token, dx, d_weights, *d_experts = _on_platform(on_cpu, on_cuda, spec, token, *map(_rows, of_tokens), *experts)
         return token, dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
 
     token_results = (None, True, True) + (False,) * 6
-    run = custom_vmap(partitioned(call, spec, token_args=range(1, 5), token_results=token_results))
+    run = custom_vmap(partitioned(call, spec, token_args=range(1, first_expert), token_results=token_results))
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
         # Each example has weight gradients of its own, so there is nothing to fold.
         return _walk(run, batched, args), (True,) * 9
-
-    return run
-
-
-@functools.cache
-def _backward_from_kept(spec: LayerSpec) -> Callable[..., tuple]:
-    def call(x: jax.Array, dy: jax.Array, ids: jax.Array, weights: jax.Array, *rest: jax.Array) -> tuple:
-        gate_up, *experts = rest
-        rows = map(_rows, (x, dy, ids, weights, gate_up))
-        dx, d_weights, *d_experts = _on_platform(_backward_kept_cpu, _backward_kept_cuda, spec, *rows, *experts)
-        return dx.reshape(x.shape), d_weights.reshape(weights.shape), *d_experts
-
-    token_results = (True, True) + (False,) * 6
-    run = custom_vmap(partitioned(call, spec, token_args=range(5), token_results=token_results))
-
-    @run.def_vmap
-    def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple:
-        return _walk(run, batched, args), (True,) * 8  # as in _backward
 
     return run
 
@@ -164,82 +141,56 @@ def _on_platform(cpu: Callable[..., Any], cuda: Callable[..., Any], spec: LayerS
     return lax.platform_dependent(*args, cpu=functools.partial(cpu, spec), cuda=functools.partial(cuda, spec))
 
 
-def _forward_cpu(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-    return ops.forward(spec, x, ids, weights, experts)  # type: ignore[arg-type]
+def _forward_cpu(
+    keep: bool, spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
+) -> tuple:
+    call = ops.forward_kept if keep else ops.forward
+    return call(spec, x, ids, weights, experts)  # type: ignore[arg-type]
 
 
-def _forward_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-    return cuda.forward(spec, x, ids, weights, experts), *cuda.count_routes(spec, ids)  # type: ignore[arg-type]
-
-
-def _forward_kept_cpu(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-    return ops.forward_kept(spec, x, ids, weights, experts)  # type: ignore[arg-type]
-
-
-def _forward_kept_cuda(spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array) -> tuple:
-    kept = cuda.forward_kept(spec, x, ids, weights, experts)  # type: ignore[arg-type]
-    return *kept, *cuda.count_routes(spec, ids)
+def _forward_cuda(
+    keep: bool, spec: LayerSpec, x: jax.Array, ids: jax.Array, weights: jax.Array, *experts: jax.Array
+) -> tuple:
+    args: Any = (spec, x, ids, weights, experts)
+    of_tokens = cuda.forward_kept(*args) if keep else (cuda.forward(*args),)
+    return *of_tokens, *cuda.count_routes(spec, ids)
 
 
 def _backward_cpu(
     wide: bool,
+    kept: bool,
     spec: LayerSpec,
     token: jax.Array,
     x: jax.Array,
     dy: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    *experts: jax.Array,
+    *rest: Any,
 ) -> tuple:
-    of_rows: Callable[..., tuple] = _wide_rows_cpu if wide else ops.backward
-    token, dx_rows, d_weights, d_experts = of_rows(spec, token, x, dy, ids, weights, experts)
-    return token, _sum_rows_cpu(spec, dx_rows, ids), d_weights, *d_experts
+    if kept:
+        dx_rows, d_weights, d_experts = ops.backward_kept(spec, x, dy, ids, weights, rest[0], rest[1:])
+    else:
+        of_rows: Callable[..., tuple] = _wide_rows_cpu if wide else ops.backward
+        token, dx_rows, d_weights, d_experts = of_rows(spec, token, x, dy, ids, weights, rest)
+    # A route dropped by capacity has a zero row, so it needs no flag here.
+    ids = _owned(spec, ids)
+    return token, ops.combine(spec, dx_rows, ids, *_unweighted(ids)), d_weights, *d_experts
 
 
 def _backward_cuda(
     wide: bool,
+    kept: bool,
     spec: LayerSpec,
     token: jax.Array,
     x: jax.Array,
     dy: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    *experts: jax.Array,
+    *rest: Any,
 ) -> tuple:
-    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, wide)  # type: ignore[arg-type]
+    gate_up, experts = (rest[0], rest[1:]) if kept else (None, rest)
+    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, wide, gate_up)
     return token, dx, d_weights, *d_experts
-
-
-def _backward_kept_cpu(
-    spec: LayerSpec,
-    x: jax.Array,
-    dy: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    gate_up: jax.Array,
-    *experts: jax.Array,
-) -> tuple:
-    dx_rows, d_weights, d_experts = ops.backward_kept(spec, x, dy, ids, weights, gate_up, experts)  # type: ignore[arg-type]
-    return _sum_rows_cpu(spec, dx_rows, ids), d_weights, *d_experts
-
-
-def _backward_kept_cuda(
-    spec: LayerSpec,
-    x: jax.Array,
-    dy: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    gate_up: jax.Array,
-    *experts: jax.Array,
-) -> tuple:
-    dx, d_weights, d_experts = cuda.backward(spec, x, dy, ids, weights, experts, gate_up=gate_up)  # type: ignore[arg-type]
-    return dx, d_weights, *d_experts
-
-
-def _sum_rows_cpu(spec: LayerSpec, dx_rows: jax.Array, ids: jax.Array) -> jax.Array:
-    # A route dropped by capacity has a zero row, so it needs no flag here.
-    ids = _owned(spec, ids)
-    return ops.combine(spec, dx_rows, ids, *_unweighted(ids))
 
 
 def _wide_rows_cpu(

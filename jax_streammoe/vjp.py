@@ -101,7 +101,8 @@ def _keeping_forward(
 def _keeping_backward(spec: LayerSpec, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, ids, weights, gate_up, experts = residuals
     x, dy, weights, gate_up, experts = first_order_only((x, dy, weights, gate_up, experts))
-    dx, d_weights, d_experts = local.backward_kept(spec, x, dy, ids, weights, gate_up, experts)
+    out = local.backward(spec, new_token(x), x, dy, ids, weights, experts, gate_up=gate_up)
+    _, dx, d_weights, d_experts = out
     return dx, None, d_weights, d_experts
 
 

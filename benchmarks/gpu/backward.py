@@ -18,6 +18,7 @@ import json
 import pathlib
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,13 +71,19 @@ def timed(versions: dict[str, Any], args: tuple, dy: jax.Array, calls: dict[str,
     x, ids, weights, *experts = args
     batches = [(jnp.roll(x, n, axis=1), jnp.roll(ids, n, axis=0), weights) for n in range(max(calls.values()))]
     programs = {name: program(layer) for name, layer in versions.items()}
-    samples: dict[str, list[float]] = {name: [] for name in versions}
+    launch = {name: functools.partial(run, batches[: calls[name]], dy, *experts) for name, run in programs.items()}
+    return in_turns(launch, calls)
+
+
+def in_turns(programs: dict[str, Callable[[], Any]], calls: dict[str, int]) -> dict[str, float]:
+    """Median seconds of one of the calls that a program makes; programs alternate."""
+    samples: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(WARM_UP + ROUNDS):
         for name, run in programs.items():
-            launches = LAUNCHES if calls[name] > 1 else 1  # a version of one call takes seconds
+            launches = LAUNCHES if calls[name] > 1 else 1  # a program of one call takes seconds
             begin = time.perf_counter()
             for _ in range(launches):
-                out = run(batches[: calls[name]], dy, *experts)
+                out = run()
             jax.block_until_ready(out)
             if turn >= WARM_UP:
                 samples[name].append((time.perf_counter() - begin) / calls[name] / launches)

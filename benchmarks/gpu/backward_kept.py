@@ -13,13 +13,11 @@ import argparse
 import functools
 import json
 import pathlib
-import statistics
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from backward import CALLS, LAUNCHES, ROUNDS, WARM_UP, check, gradients
+from backward import CALLS, check, gradients, in_turns
 from layer import PREFILL, SHAPES, make, power_and_clock
 
 import jax_streammoe as sm
@@ -36,7 +34,8 @@ def versions(config: sm.MoEConfig) -> dict[str, Any]:
 
     def from_kept(dy: Any, x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
         packed = ops.pack_experts(*experts, None, None)
-        dx, d_weights, d_experts = local.backward_kept(spec, x, dy, ids, weights, gate_up, packed)
+        token = jnp.zeros((1, 1), jnp.float32)
+        _, dx, d_weights, d_experts = local.backward(spec, token, x, dy, ids, weights, packed, gate_up=gate_up)
         return dx, d_weights, corner(d for d, e in zip(d_experts, packed, strict=True) if e.ndim == 3)
 
     def again(dy: Any, x: Any, ids: Any, weights: Any, gate_up: Any, *experts: Any) -> Any:
@@ -70,16 +69,8 @@ def timed(config: sm.MoEConfig, args: tuple, dy: jax.Array) -> dict[str, float]:
         name: jax.jit(lambda dy, batches, experts, run=run: [run(dy, *batch, *experts) for batch in batches])
         for name, run in versions(config).items()
     }
-    samples: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(WARM_UP + ROUNDS):
-        for name, run in programs.items():
-            begin = time.perf_counter()
-            for _ in range(LAUNCHES):
-                out = run(dy, batches, experts)
-            jax.block_until_ready(out)
-            if turn >= WARM_UP:
-                samples[name].append((time.perf_counter() - begin) / CALLS / LAUNCHES)
-    return {name: statistics.median(s) for name, s in samples.items()}
+    launch = {name: functools.partial(run, dy, batches, experts) for name, run in programs.items()}
+    return in_turns(launch, dict.fromkeys(launch, CALLS))
 
 
 def measure(name: str, revision: str) -> dict:

@@ -154,7 +154,7 @@ class ExpertBackward {
       project_rows(p_, view_, x_, count, gate_, gated_ ? up_ : nullptr);
       return;
     }
-    const int64_t i = p_.intermediate, width = gated_ ? 2 * i : i;
+    const int64_t i = p_.intermediate, width = gate_up_width(p_);
     for (int64_t r = 0; r < count; ++r) {
       to_f32(p_.dtype, element(p_.dtype, args_.gate_up, pairs[r] * width), i, gate_ + r * i);
       if (gated_) to_f32(p_.dtype, element(p_.dtype, args_.gate_up, pairs[r] * width + i), i, up_ + r * i);
@@ -240,11 +240,8 @@ void backward(const ExpertProblem& problem, const ExpertWeights& weights, const 
               float* d_weights, const ExpertGradients& gradients) {
   const int64_t num_pairs = args.num_tokens * problem.top_k;
   const Plan plan = make_plan({args.ids, static_cast<size_t>(num_pairs)}, problem.num_experts, args.capacity, nullptr);
-  std::vector<uint8_t> planned(static_cast<size_t>(num_pairs), 0);
-  for (const int64_t pair : plan.pairs) planned[static_cast<size_t>(pair)] = 1;
   const auto row_bytes = static_cast<size_t>(problem.hidden * dtype_bytes(problem.dtype));
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    if (planned[static_cast<size_t>(pair)]) continue;
+  for (const int64_t pair : pairs_without_row(plan, num_pairs)) {
     std::memset(element(problem.dtype, dx_rows, pair * problem.hidden), 0, row_bytes);
     d_weights[pair] = 0.0f;
   }

@@ -37,4 +37,14 @@ Plan make_plan(std::span<const int32_t> ids, int64_t num_experts, int64_t capaci
   return plan;
 }
 
+std::vector<int64_t> pairs_without_row(const Plan& plan, int64_t num_pairs) {
+  std::vector<uint8_t> planned(static_cast<size_t>(num_pairs), 0);
+  for (const int64_t pair : plan.pairs) planned[static_cast<size_t>(pair)] = 1;
+  std::vector<int64_t> rest;
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    if (!planned[static_cast<size_t>(pair)]) rest.push_back(pair);
+  }
+  return rest;
+}
+
 }  // namespace streammoe::cpu

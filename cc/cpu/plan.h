@@ -20,4 +20,7 @@ struct Plan {
 // 1 for pairs beyond the capacity, left alone for the others.
 Plan make_plan(std::span<const int32_t> ids, int64_t num_experts, int64_t capacity, uint8_t* dropped);
 
+// The pairs 0 .. num_pairs - 1 that have no row, ascending.
+std::vector<int64_t> pairs_without_row(const Plan& plan, int64_t num_pairs);
+
 }  // namespace streammoe::cpu

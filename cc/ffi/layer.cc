@@ -70,15 +70,18 @@ Status forward(const ffi::AnyBuffer& x, const ffi::AnyBuffer& ids, const ffi::An
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("y", y, element_type(p.dtype), num_tokens * p.hidden));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("expert_rows", expert_rows, ffi::DataType::S32, p.num_experts));
   STREAMMOE_RETURN_IF_ERROR(expect_buffer("counts", counts_out, ffi::DataType::S32, 3));
-  if (gate_up != nullptr) {
-    STREAMMOE_RETURN_IF_ERROR(expect_gate_up(p, num_tokens, *gate_up));
-    std::memset(gate_up->untyped_data(), 0, gate_up->size_bytes());
-  }
+  if (gate_up != nullptr) STREAMMOE_RETURN_IF_ERROR(expect_gate_up(p, num_tokens, *gate_up));
   if (checks) STREAMMOE_RETURN_IF_ERROR(cpu::check_ids(as_ids(ids), p.top_k, p.num_experts));
   std::vector<int32_t> clean(static_cast<size_t>(num_pairs));
   const cpu::IdCounts counts = cpu::sanitise_ids(as_ids(ids), p.num_experts, clean.data());
   std::vector<uint8_t> dropped(static_cast<size_t>(num_pairs), 0);
   const cpu::Plan plan = cpu::make_plan(clean, p.num_experts, capacity, dropped.data());
+  if (gate_up != nullptr) {
+    const int64_t bytes = gate_up_width(p) * dtype_bytes(p.dtype);
+    for (const int64_t pair : cpu::pairs_without_row(plan, num_pairs)) {
+      std::memset(static_cast<uint8_t*>(gate_up->untyped_data()) + pair * bytes, 0, static_cast<size_t>(bytes));
+    }
+  }
   // Uninitialised on purpose: combine reads the rows of planned pairs only.
   const std::unique_ptr<uint8_t[]> rows(
       new uint8_t[static_cast<size_t>(num_pairs * p.hidden * dtype_bytes(p.dtype)) + 1]);

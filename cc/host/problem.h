@@ -25,6 +25,11 @@ enum class Activation : int32_t {
 
 inline constexpr bool is_gated(Activation a) { return a <= Activation::kGeGLU; }
 
+// Columns of what enters the activation of a row: gate, then up.
+inline constexpr int64_t gate_up_width(Activation activation, int64_t intermediate) {
+  return (is_gated(activation) ? 2 : 1) * intermediate;
+}
+
 struct ExpertProblem {
   int64_t num_experts = 0;   // L, the experts of this rank
   int64_t hidden = 0;        // H
@@ -37,10 +42,7 @@ struct ExpertProblem {
   int32_t threads = 1;                                   // threads of the library one call may use
 };
 
-// Columns of what enters the activation of a row: gate, then up.
-inline constexpr int64_t gate_up_width(const ExpertProblem& p) {
-  return (is_gated(p.activation) ? 2 : 1) * p.intermediate;
-}
+inline constexpr int64_t gate_up_width(const ExpertProblem& p) { return gate_up_width(p.activation, p.intermediate); }
 
 // A stack of row-major matrices, one per expert. data == nullptr: absent (bias, or up of an ungated layer).
 template <class Pointer>

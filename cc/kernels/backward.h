@@ -1,8 +1,7 @@
 // The kernels of the layer's backward on sm_90a, as functions on plain device pointers and a stream.
 //
 // Contract: as launch.h. With the rows of the plan, gate, up and a recomputed as in the forward (or a from the rounded
-// gate and up that it kept), dA' = dy W_down^T in
-// float32 from the unscaled dy, and w the route's weight:
+// gate and up that it kept), dA' = dy W_down^T in float32 from the unscaled dy, and w the route's weight:
 //   d_weights = <dA', a> + <dy, b_down>     64-column groups, ascending; 0 for routes that are not taken
 //   dG, dU    = RN(act'(gate, up, w * dA'))  and  wa = RN(w * a)
 //   d_x       = RN(sum over k of RN(dG W_gate^T + dU W_up^T))

@@ -90,7 +90,7 @@ cudaError_t launch_forward_sm90(const ForwardArgs& args, void* workspace, cudaSt
     GatherArgs gather{args.x, rows, args.num_tokens, args.top_k, args.hidden};
     if (args.gate_up != nullptr) {
       gather.cleared = args.gate_up;
-      gather.cleared_width = (is_gated(args.activation) ? 2 : 1) * args.intermediate;
+      gather.cleared_width = gate_up_width(args.activation, args.intermediate);
     }
     if (cudaError_t e = launch_gather_rows(gather, plan, stream); e != cudaSuccess) return e;
   }

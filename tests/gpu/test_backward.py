@@ -155,25 +155,9 @@ def test_bits_from_what_was_kept(rng, dtype):
     poisoned = copy_of(problem, "x", "topk_weights", "dy")
     poisoned.x[[3, 110]], poisoned.topk_weights[[3, 110]], poisoned.dy[[3, 110]] = np.nan, np.inf, np.nan
     assert_same_bits(run("kept", poisoned).grads, first)
-    inner = problem.config.intermediate
-    operands = {name: getattr(problem, name) for name in NAMES}
-    for name in ("w_gate_up", "b_gate_up"):
-        operands[name] = (operands[name][..., :inner], operands[name][..., inner:])
-    split = pullback(problem.config, problem.topk_ids, operands, problem.dy, save_gate_up=True)
+    split = split_and_joined(problem, save_gate_up=True)
     for name in NAMES:
-        got = np.concatenate(split[name], -1) if isinstance(split[name], tuple) else split[name]
-        assert_same_bits(got, first[name], name)
-
-
-def test_replays_follow_what_was_kept(rng):
-    problem = oracle.make_problem(rng, **BF16)
-    operands = {name: jnp.asarray(getattr(problem, name)) for name in NAMES if getattr(problem, name) is not None}
-    routings = [jnp.roll(jnp.asarray(problem.topk_ids), n, axis=0) for n in range(3)]
-    each = functools.partial(pullback, problem.config, operands=operands, dy=problem.dy, save_gate_up=True)
-    first = [jax.tree.map(np.asarray, each(ids=ids)) for ids in routings]
-    assert (first[0]["w_down"] != first[1]["w_down"]).any()
-    for turn in range(12):
-        assert_same_bits(each(ids=routings[turn % 3]), first[turn % 3], f"turn {turn}")
+        assert_same_bits(split[name], first[name], name)
 
 
 # Bits
@@ -211,19 +195,23 @@ def pullback(config, ids, operands, dy, save_gate_up=False):
     return jax.vjp(f, operands)[1](dy)[0]
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
-@each_dtype
-def test_packed_and_split_weights_have_the_same_bits(rng, activation, dtype):
-    problem = oracle.make_problem(rng, **SIZES["odd"], activation=activation, use_bias=True, dtype=dtype)
+def split_and_joined(problem, **options):
+    """Gradients by name from (gate, up) pairs of weights and biases, joined again."""
     inner = problem.config.intermediate
     operands = {name: getattr(problem, name) for name in NAMES}
     for name in ("w_gate_up", "b_gate_up"):
         operands[name] = (operands[name][..., :inner], operands[name][..., inner:])
-    split = pullback(problem.config, problem.topk_ids, operands, problem.dy)
-    packed = run("moe", problem).grads
+    grads = pullback(problem.config, problem.topk_ids, operands, problem.dy, **options)
+    return {n: np.concatenate(g, -1) if isinstance(g, tuple) else g for n, g in grads.items()}
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+@each_dtype
+def test_packed_and_split_weights_have_the_same_bits(rng, activation, dtype):
+    problem = oracle.make_problem(rng, **SIZES["odd"], activation=activation, use_bias=True, dtype=dtype)
+    split, packed = split_and_joined(problem), run("moe", problem).grads
     for name in NAMES:
-        got = np.concatenate(split[name], -1) if isinstance(split[name], tuple) else split[name]
-        assert_same_bits(got, packed[name], name)
+        assert_same_bits(split[name], packed[name], name)
 
 
 def test_gradients_of_an_expert_depend_on_its_own_rows_only(rng):
@@ -290,16 +278,17 @@ def test_powers_of_two_scale_gradients_exactly(rng, factor):
         np.testing.assert_array_equal(scaled[name].astype(np.float32), want, name)
 
 
-def test_replays_follow_the_routing(rng):
+@pytest.mark.parametrize("save_gate_up", [False, True])
+def test_replays_follow_the_routing(rng, save_gate_up):
     """A jitted program is captured as a graph after a few launches; every replay must read the routing of its turn."""
     problem = oracle.make_problem(rng, **BF16)
     operands = {name: jnp.asarray(getattr(problem, name)) for name in NAMES if getattr(problem, name) is not None}
     routings = [jnp.roll(jnp.asarray(problem.topk_ids), n, axis=0) for n in range(3)]
-    first = [jax.tree.map(np.asarray, pullback(problem.config, r, operands, problem.dy)) for r in routings]
+    each = functools.partial(pullback, problem.config, operands=operands, dy=problem.dy, save_gate_up=save_gate_up)
+    first = [jax.tree.map(np.asarray, each(ids=ids)) for ids in routings]
     assert (first[0]["w_down"] != first[1]["w_down"]).any()
     for turn in range(12):
-        got = pullback(problem.config, routings[turn % 3], operands, problem.dy)
-        assert_same_bits(got, first[turn % 3], f"turn {turn}")
+        assert_same_bits(each(ids=routings[turn % 3]), first[turn % 3], f"turn {turn}")
 
 
 # Ranks

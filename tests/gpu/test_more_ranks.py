@@ -6,8 +6,6 @@ numbers of ranks, with the helpers that run 1 to 8 ranks on CPU devices.
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +13,12 @@ import pytest
 
 import jax_streammoe as sm
 from tests.gpu import processes as worker
-from tests.helpers import oracle, processes, ranks
+from tests.gpu import test_processes
+from tests.helpers import oracle, ranks
 
 T, E, K = 150, 16, 4  # tokens of a rank: several chunks, slots that are used again, and macro-chunks
 SIZES = dict(H=256, I=192, E=E, K=K, dtype=jnp.bfloat16)
 RING = dict(chunk_tokens=32, num_slots=2, timeout_s=60)
-PROCESS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05"}
 
 each_size = pytest.mark.parametrize("R", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (4, 8)])
 
@@ -87,11 +85,9 @@ def test_gradients_have_the_bits_of_one_gpu(rng, R, transport):
 @each_size
 @pytest.mark.multiprocess
 def test_a_process_per_gpu(tmp_path, R):
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(R)))).split(",")[:R]
-    env = [PROCESS | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
     problem = oracle.as_jax(worker.problem_of(R))
     for scenario in ("same", "gradient"):
-        for output in processes.run(worker.__file__, scenario, R, tmp_path, env=env, codes=(), limit_s=240):
+        for output in test_processes.run(scenario, tmp_path, "one", "pool", count=R):
             assert "DONE" in output
     want = np.asarray(sm.moe(*problem.args, config=problem.config)).view(np.uint16)
     for mode in worker.MODES:

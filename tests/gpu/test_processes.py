@@ -31,10 +31,11 @@ MEMORY = {
 }
 
 
-def run(scenario, folder, visible, memory, codes=()):
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:COUNT]
+def run(scenario, folder, visible, memory, codes=(), count=COUNT):
+    every = ",".join(map(str, range(count)))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")[:count]
     env = [MEMORY[memory] | {"CUDA_VISIBLE_DEVICES": gpu if visible == "one" else ",".join(gpus)} for gpu in gpus]
-    return processes.run(worker.__file__, scenario, COUNT, folder, env=env, codes=codes, limit_s=LIMIT_S)
+    return processes.run(worker.__file__, scenario, count, folder, env=env, codes=codes, limit_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
